@@ -1,0 +1,1 @@
+"""Binaries: thin mains over bpo_jax and environments, configured by flags."""
