@@ -9,7 +9,6 @@ replay) is the environment's own business.
 from collections.abc import Mapping, Sequence
 import dataclasses
 import enum
-import types
 from typing import Any, Protocol
 
 State = Any  # Opaque to everyone but the environment that made it.
@@ -62,7 +61,7 @@ class TimeStep:
   truncated: bool = False
   available: tuple[str, ...] = ()
   status: Status = Status.OK
-  info: Mapping[str, Any] = types.MappingProxyType({})
+  info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def done(self) -> bool:

@@ -1,0 +1,1 @@
+"""Policies: decoder-only transformers behind one `apply` function."""

@@ -1,0 +1,311 @@
+"""Credit estimators: a tree in, advantages and weights per token out.
+
+All of them contrast returns of whole paths (`returns.centred_values`), so what
+was received before a branch cancels. A leaf that is not terminal counts with
+what it received so far. Nothing here carries a gradient.
+
+Which tokens share an advantage. A sibling group is two nodes or more of one
+parent. A token takes the advantage of its nearest group member on the way up,
+its own node included: sibling k's advantage holds for the whole of its
+continuation, until a later branch point refines it. A node outside every group
+lies on the prefix, before the first branch point.
+
+Which weights. Two readings of a tree that holds every token once:
+* 'uniform': every token weighs 1. The K continuations of one state together
+  weigh K times what led there, so the expected step is not the policy gradient.
+* 'split': a child carries 1 / (number of children) of its parent's weight, the
+  root's being 1, so that all leaves together weigh 1: the policy gradient.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from bpo_jax import masked
+from bpo_jax import returns
+from bpo_jax import siblings
+from bpo_jax import tree as tree_lib
+from bpo_jax import types
+from bpo_jax import walks
+
+PREFIX_CREDITS = ('none', 'nearest', 'mean', 'sum', 'all_rows')
+NODE_WEIGHTINGS = ('uniform', 'split')
+INCUMBENTS = ('keep', 'drop')
+PATH_WEIGHTINGS = ('token', 'sequence')
+SCALES = ('std', 'none')
+
+
+def rloo(tree: tree_lib.Tree, *, path_weighting: str = 'token'
+         ) -> types.Credit:
+  """REINFORCE with the leave-one-out mean of the tree's other leaves.
+
+  A_i = R_i - 1 / (G - 1) sum_{j != i} R_j over the G leaves of a tree; a tree
+  of one leaf gets 0. Unbiased where the tree branches at its root alone; leaves
+  that share a prefix are no independent baselines of each other.
+
+  Args:
+    tree: [B, N, T].
+    path_weighting: 'token', every token of a path weighs 1, or 'sequence', it
+      weighs 1 / (number of action tokens of the path).
+
+  Returns:
+    Credit; a token shared by several paths gets the sum of their weights and
+    the weighted mean of their advantages, the gradient of training on each.
+
+  Raises:
+    ValueError: if an option is unknown.
+
+  References:
+    Ahmadian et al. 2024, Back to Basics, equation 8 (arXiv 2402.14740).
+  """
+  values, leaf = returns.centred_leaf_returns(tree), tree_lib.is_leaf(tree)
+  count = masked.count(leaf, axis=-1, keepdims=True)
+  others = masked.sum(values, leaf, axis=-1, keepdims=True) - values
+  advantages = values - others / jnp.maximum(count - 1, 1)
+  return _path_credit(tree, masked.fill(advantages, leaf & (count > 1)),
+                      path_weighting)
+
+
+def grpo(tree: tree_lib.Tree, *, scale: str = 'std', epsilon: float = 1e-6,
+         path_weighting: str = 'token') -> types.Credit:
+  """Group-relative advantages over the leaves of a tree.
+
+  A_i = (R_i - mean(R)) / (std(R) + epsilon), std with G - 1 in its denominator.
+  A tree of one leaf or of equal returns gets 0; its tokens keep their weights,
+  so they count in the denominator of the loss and in the KL term.
+
+  Args:
+    tree: [B, N, T].
+    scale: 'std', or 'none' for the advantages of Dr. GRPO.
+    epsilon: added to the standard deviation; reward units.
+    path_weighting: as in `rloo`; 'sequence' is the paper's 1 / |o_i|.
+
+  Returns:
+    Credit; shared tokens as in `rloo`.
+
+  Raises:
+    ValueError: if an option is unknown.
+
+  References:
+    Shao et al. 2024, DeepSeekMath, section 4.1 (arXiv 2402.03300).
+    Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv 2503.20783).
+  """
+  _check('scale', scale, SCALES)
+  values, leaf = returns.centred_leaf_returns(tree), tree_lib.is_leaf(tree)
+  advantages = values - masked.mean(values, leaf, axis=-1, keepdims=True)
+  if scale == 'std':
+    spread = masked.std(values, leaf, axis=-1, keepdims=True, ddof=1)
+    advantages = advantages / (spread + epsilon)
+  return _path_credit(tree, masked.fill(advantages, leaf), path_weighting)
+
+
+def bpo(tree: tree_lib.Tree, *, lambda_: float = 0.95,
+        prefix_credit: str = 'nearest', root_group: bool = True,
+        node_weighting: str = 'uniform', node_values: str = 'own',
+        incumbent: str = 'keep') -> types.Credit:
+  """Branching Policy Optimization: leave-one-out among siblings.
+
+  A(s_t, a_k) = G_k - 1 / (K - 1) sum_{j != k} G_j, held by the whole of sibling
+  k's continuation; no critic, no division by a standard deviation. The defaults
+  are the paper's where it speaks. How several branch points combine on a prefix
+  is not public; 'nearest' is our reading: on one backbone all of them compare
+  the same return, so a sum would grow with the number of branch points and a
+  mean would blur the one whose state is closest.
+
+  Args:
+    tree: [B, N, T].
+    lambda_: factor on the prefix per action of distance to a branch point.
+    prefix_credit: what a prefix token at distances d_1 < d_2 < .. from the
+      branch points further down its backbone gets, A_j being the advantage of
+      the backbone's own continuation at the j-th: 'none' 0; 'nearest'
+      lambda^d_1 A_1; 'mean' or 'sum' over j of lambda^d_j A_j; 'all_rows' what
+      it gets when every sibling's row carries lambda^d A_k, which is 0 because
+      the advantages of a group sum to 0.
+    root_group: whether the root's children are a sibling group, which makes
+      several backbones each other's baseline and leaves no prefix.
+    node_weighting: 'uniform' (the paper) or 'split' (the policy gradient).
+    node_values: what stands for G_k: 'own', the return of the continuation
+      drawn with sibling k (the paper), or the 'split_mean' or 'leaf_mean' of
+      the leaves below it.
+    incumbent: 'drop' takes what was there before the last forks of a state,
+      from there to its next branch point, out of the loss; its return stays in
+      the others' baseline. Where branch points are chosen with the whole
+      backbone in sight, the backbone's own action is no fresh draw.
+
+  Returns:
+    Credit; 0 for a group of one or of equal returns.
+
+  Raises:
+    ValueError: if an option is unknown.
+
+  References:
+    Branching Policy Optimization, theorems 4.1 and 4.3 (arXiv 2607.14171).
+  """
+  _check('prefix_credit', prefix_credit, PREFIX_CREDITS)
+  values = returns.centred_values(tree, node_values)
+  member = tree_lib.in_group(tree)
+  if not root_group:
+    member = member & (tree.parents != 0)
+  local = siblings.leave_one_out_advantage(values, tree.parents, member)
+  owner = walks.nearest_above(member, tree.parents)
+  weights = _weights(tree, node_weighting, incumbent, owner)
+  advantages = _tokens(tree, _take(local, owner))
+  if prefix_credit not in ('none', 'all_rows'):
+    prefix = _prefix_advantages(tree, local, member, lambda_, prefix_credit)
+    advantages = jnp.where(owner[..., None] < 0, prefix, advantages)
+  return _credit(tree, advantages, weights)
+
+
+def bpo_rb(tree: tree_lib.Tree, *, rho: float | chex.Array = 0.5,
+           node_weighting: str = 'split', node_values: str = 'split_mean',
+           incumbent: str = 'keep') -> types.Credit:
+  """Rao-Blackwellised BPO: means below, shrunk baselines, split weights.
+
+  A(n) = V(n) - b(k), k the nearest group member at or above n, and
+  b(k) = rho LOO(k) + (1 - rho) b(k'), k' the nearest member above k; the first
+  group on a path has nothing above it and takes its LOO whole.
+
+  Why it is unbiased. Split weights make the expected step of a tree that of one
+  path. V(n), the split-weighted mean of the leaves below n, has the expectation
+  of the return given the path to n. LOO(k) looks at k's siblings and b(k') at
+  subtrees beside k', neither below k: given the state before k, both are
+  independent of k's action and cost no bias, whatever rho, if rho was fixed
+  before these returns were seen. This needs several backbones (else the prefix
+  of the single one gets 0) and branch points chosen causally. From k to the
+  next branch point all nodes have one child, so V(n) = V(k) there.
+
+  Args:
+    tree: [B, N, T].
+    rho: trust in the siblings, in [0, 1]; or one per level [max_depth], level l
+      being a group with l groups above it, the last entry for all beyond. Entry
+      0 is not used.
+    node_weighting: as in `bpo`.
+    node_values: as in `bpo`.
+    incumbent: as in `bpo`.
+
+  Returns:
+    Credit; 0 where there is no group above, or all returns are equal.
+
+  Raises:
+    ValueError: if an option is unknown.
+  """
+  values = returns.centred_values(tree, node_values)
+  member = tree_lib.in_group(tree)
+  local = siblings.leave_one_out_advantage(values, tree.parents, member)
+  rho = _rho_per_node(rho, member, tree.parents)
+  baseline = _shrunk_baseline(values - local, rho, member, tree.parents)
+  owner = walks.nearest_above(member, tree.parents)
+  advantages = _take(values - baseline, owner)
+  weights = _weights(tree, node_weighting, incumbent, owner)
+  return _credit(tree, _tokens(tree, advantages), weights)
+
+
+def _check(name, value, allowed):
+  if value not in allowed:
+    raise ValueError(
+        f'{name}: expected one of {", ".join(allowed)}; got {value!r}')
+
+
+def _take(values, index):
+  """Returns values at node indices [B, N], 0 where the index is -1."""
+  taken = jnp.take_along_axis(values, jnp.maximum(index, 0), axis=-1)
+  return masked.fill(taken, index >= 0)
+
+
+def _tokens(tree, per_node):
+  """Spreads [B, N] over the tokens of each node, [B, N, T]."""
+  return jnp.broadcast_to(per_node[..., None], tree.action_mask.shape)
+
+
+def _credit(tree, advantages, weights):
+  mask = jnp.asarray(tree.action_mask)
+  fields = (masked.fill(x.astype(jnp.float32), mask & (weights != 0))
+            for x in (advantages, weights))
+  return types.Credit(*map(jax.lax.stop_gradient, fields))
+
+
+def _path_credit(tree, advantages, path_weighting):
+  """Returns the credit of training on every leaf's path; advantages [B, N]."""
+  _check('path_weighting', path_weighting, PATH_WEIGHTINGS)
+  leaf = tree_lib.is_leaf(tree)
+  weights = leaf.astype(jnp.float32)
+  if path_weighting == 'sequence':
+    actions = jnp.sum(tree.action_mask, axis=-1, dtype=jnp.int32)
+    length = walks.sum_above(actions, tree.parents)
+    weights = weights / jnp.maximum(length, 1)
+  total, weighted = (walks.sum_below(x, tree.parents)
+                     for x in (weights, weights * advantages))
+  mean = masked.divide(weighted, total)
+  return _credit(tree, _tokens(tree, mean), _tokens(tree, total))
+
+
+def _weights(tree, node_weighting, incumbent, owner):
+  """Returns what every token weighs, [B, N, T]."""
+  _check('node_weighting', node_weighting, NODE_WEIGHTINGS)
+  _check('incumbent', incumbent, INCUMBENTS)
+  weights = tree.node_mask.astype(jnp.float32)
+  if node_weighting == 'split':
+    count = siblings.count(tree.parents, tree.node_mask)
+    weights = walks.accumulate_down(
+        jnp.multiply, weights / jnp.maximum(count, 1), tree.parents)
+  if incumbent == 'drop':
+    weights = masked.fill(weights, ~_take(_is_incumbent(tree), owner))
+  return _tokens(tree, weights)
+
+
+def _is_incumbent(tree):
+  """Returns [B, N] bool, True for a node older than the newest sibling."""
+  newest = walks.max_of_children(tree.birth, tree.parents, tree.node_mask)
+  return tree.birth < walks.at_parent(newest, tree.parents, -1)
+
+
+def _prefix_advantages(tree, local, member, lambda_, combine):
+  """Returns lambda-weighted credit from the branch points below, [B, N, T].
+
+  With f the first child of n and s(n) the number of actions of n, what reaches
+  the end of n is C(n) = A(f) at a branch point and lambda^s(f) C(f) elsewhere;
+  'sum' adds both. A token e actions before the end of n gets lambda^e C(n).
+  """
+  starts = tree_lib.action_starts(tree)
+  # The start of a token's own action counts: distance 1 to the next action.
+  distance = jnp.sum(starts, axis=-1, keepdims=True) - jnp.cumsum(
+      starts, axis=-1, dtype=jnp.int32) + 1
+  powers = jnp.power(jnp.float32(lambda_), jnp.arange(starts.shape[-1] + 2))
+  decay = jnp.take(powers, jnp.sum(starts, axis=-1), mode='clip')
+  if combine == 'nearest':
+    decay = masked.fill(decay, ~member)
+  carried = _carry_back(tree, masked.fill(local, member), decay)
+  if combine == 'mean':
+    ones = jnp.ones_like(decay)
+    carried = masked.divide(carried, _carry_back(
+        tree, member.astype(jnp.float32), ones))
+  return carried[..., None] * jnp.take(powers, distance, mode='clip')
+
+
+def _carry_back(tree, values, decays):
+  """Returns C(n) = values(f) + decays(f) C(f), f the first child of n."""
+  first = tree_lib.is_first_child(tree).astype(jnp.float32)
+  carried = returns.backup(values, first, tree.parents, decays)
+  return _take(carried, tree_lib.first_child(tree))
+
+
+def _rho_per_node(rho, member, parents):
+  """Returns rho by a node's level, [B, N]; 1 at the first group of a path."""
+  level = walks.sum_above(member.astype(jnp.int32), parents) - 1
+  rho = jnp.atleast_1d(jnp.asarray(rho, jnp.float32))
+  by_level = jnp.take(rho, jnp.maximum(level, 0), mode='clip')
+  return jnp.where(level > 0, by_level, 1.0)
+
+
+def _shrunk_baseline(loo, rho, member, parents):
+  """Returns b(k) = rho LOO(k) + (1 - rho) b(k') at members, [B, N].
+
+  Elsewhere it is that of the nearest member above, 0 where there is none. Every
+  step of the way down is affine, b -> shift + slope b; steps are composed.
+  """
+  shift = masked.fill(rho * loo, member)
+  slope = jnp.where(member, 1.0 - rho, 1.0)
+
+  def compose(above, own):
+    return own[0] + own[1] * above[0], own[1] * above[1]
+  return walks.accumulate_down(compose, (shift, slope), parents)[0]

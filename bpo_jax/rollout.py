@@ -1,0 +1,419 @@
+"""Grows one tree of episodes per task: backbones, then forks, then forks again.
+
+All the episodes of a stage are rows of one batch. A backbone is a fork of the
+root: the prompt is read once per task, and everything after it inherits a copy
+of the cache row of its parent. Sandbox states are values behind handles, so a
+fork steps again from the state before the action, whoever stepped from it.
+"""
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bpo_jax import sampling
+from bpo_jax import tree as trees
+from bpo_jax import types
+from bpo_jax.models import transformer
+
+_PROMPT_BUCKET = 16  # Tokens; bounds how many prefill shapes are compiled.
+_CACHE_BUCKET = 128  # Tokens a cache grows by.
+_MIN_ROWS = 16
+
+
+class Compute(NamedTuple):
+  """What a rollout cost, counted alike for every algorithm."""
+
+  environment_steps: int
+  generated_tokens: int
+
+
+class Rollout(NamedTuple):
+  """Trees and what it took to grow them."""
+
+  tree: trees.Tree
+  compute: Compute
+  statuses: Mapping[int, int]  # how many steps ended with each status
+
+
+class _Decision(NamedTuple):
+  """All that a fork before one action needs, but for the cache."""
+
+  tree: int
+  parent: int  # the node that the action's node is a child of
+  leaf: int  # whose cache row has the path
+  length: int  # tokens of that row that come before `pending`
+  pending: np.ndarray  # [C] int32, padded
+  pending_length: int
+  commands: np.ndarray  # [A, U] int32
+  handle: int
+  turn: int
+
+
+class _Leaf:
+  """An episode in progress; its cache row is found by its number."""
+
+  def __init__(self, number: int, tree: int, node: int):
+    self.number = number
+    self.tree = tree
+    self.node = node  # the last one so far
+
+
+def row_bucket(count: int) -> int:
+  """Returns the least of 16, 24, 32, 48, 64, 96, .. that holds `count` rows."""
+  size = _MIN_ROWS
+  while size < count:
+    size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+  return size
+
+
+def _round_up(value: int, multiple: int) -> int:
+  return -(-value // multiple) * multiple
+
+
+@jax.jit
+def _take_rows(cache: sampling.Cache, rows: jax.Array) -> sampling.Cache:
+  return sampling.Cache(
+      jax.tree.map(lambda x: x[:, rows], cache.key_values), cache.lengths[rows]
+  )
+
+
+class _Archive:
+  """The caches of all leaves so far, each as it was when last written."""
+
+  def __init__(self):
+    self._caches: list[sampling.Cache] = []
+    self._place: dict[int, tuple[int, int]] = {}
+
+  def add(self, cache: sampling.Cache, leaves: Sequence[int]) -> None:
+    """Keeps `cache`, whose first rows are those of `leaves`."""
+    for row, leaf in enumerate(leaves):
+      self._place[leaf] = len(self._caches), row
+    self._caches.append(cache)
+
+  def fork(self, leaves: Sequence[int], num_rows: int) -> tuple[
+      sampling.Cache, list[int]
+  ]:
+    """Copies the rows of `leaves` into a new cache of `num_rows` rows.
+
+    Returns:
+      The cache, and for each of its first rows the index into `leaves`.
+    """
+    places = [self._place[leaf] for leaf in leaves]
+    order = sorted(range(len(leaves)), key=lambda i: places[i])
+    size = max(self._caches[c].key_values.keys.shape[3] for c, _ in places)
+    parts = []
+    for number in sorted({c for c, _ in places}):
+      rows = [places[i][1] for i in order if places[i][0] == number]
+      part = _take_rows(self._caches[number], np.asarray(rows))
+      parts.append(sampling.grow_cache(part, size))
+    padding = num_rows - len(leaves)
+    parts.append(_take_rows(parts[0], np.zeros(padding, int)))
+    join = lambda axis: lambda *xs: jnp.concatenate(xs, axis)
+    return sampling.Cache(
+        jax.tree.map(join(1), *(part.key_values for part in parts)),
+        jnp.concatenate([part.lengths for part in parts]),
+    ), order
+
+
+class Grower:
+  """Grows trees with one policy network in one batched environment."""
+
+  def __init__(
+      self,
+      model: transformer.Transformer,
+      environment: Any,
+      sampler: sampling.SamplerConfig,
+      max_turns: int,
+  ):
+    """Compiles nothing yet.
+
+    Args:
+      model: the policy network.
+      environment: an `environments.callbacks.BatchedEnvironment` or its like.
+      sampler: how actions are drawn.
+      max_turns: actions after which an episode is truncated.
+    """
+    self.model_config = model.config
+    self.environment = environment
+    self.max_turns = max_turns
+    self.chunk = 1 + environment.codec.observation_length
+    self.turn_length = self.chunk + sampler.action_length
+    self.prefill = jax.jit(sampling.make_prefill(model), donate_argnums=1)
+    # The rows are donated: a turn writes the cache where it lies.
+    self.turn = jax.jit(
+        sampling.make_turn(model, sampler, environment.step, max_turns),
+        donate_argnums=1,
+    )
+
+  def grow(
+      self,
+      params: dict,
+      tasks: Sequence[Any],
+      rng_key: jax.Array,
+      num_backbones: int = 1,
+      branch: Sequence[Callable[[trees.Tree], types.BranchPlan]] = (),
+      greedy: bool = False,
+  ) -> Rollout:
+    """Grows a tree for each task.
+
+    Args:
+      params: the policy's parameters.
+      tasks: B tasks or task ids.
+      rng_key: a key for this call alone; consumed.
+      num_backbones: first trajectories of each task.
+      branch: a branch policy for each stage after the backbones; each sees the
+        trees as they are and says where to fork.
+      greedy: take the likeliest tokens instead of drawing.
+
+    Returns:
+      B trees, in the order of `tasks`. Every state taken from the environment
+      is given back, also when an error ends the call.
+
+    Raises:
+      ValueError: if a plan forks anywhere but before an action.
+    """
+    growth = _Growth(self, params, tasks, rng_key, greedy)
+    try:
+      growth.lay_backbones(num_backbones, is_last=not branch)
+      for stage, policy in enumerate(branch, start=1):
+        plan = policy(growth.tree())
+        growth.fork(plan, birth=stage, is_last=stage == len(branch))
+      return Rollout(growth.tree(), growth.compute, growth.statuses)
+    finally:
+      growth.release()
+
+
+class _Growth:
+  """The trees of one call, while they grow."""
+
+  def __init__(self, grower: Grower, params, tasks, rng_key, greedy: bool):
+    self._grower = grower
+    self._params = params
+    self._tasks = tasks
+    self._greedy = greedy
+    self._task_keys = jax.vmap(jax.random.fold_in, (None, 0))(
+        rng_key, np.arange(len(tasks))
+    )
+    self._archive = _Archive()
+    self._builders = [trees.TreeBuilder() for _ in tasks]
+    self._decisions: list[dict[int, _Decision]] = [{} for _ in tasks]
+    self._num_leaves_of = [0] * len(tasks)
+    self._num_leaves = 0
+    self._handles: list[int] = []
+    self.compute = Compute(0, 0)
+    self.statuses: collections.Counter[int] = collections.Counter()
+
+  def tree(self) -> trees.Tree:
+    """Returns the trees as they are now, padded to a bucket."""
+    return trees.stack(self._builders)
+
+  def release(self) -> None:
+    """Gives back every state that was taken."""
+    self._grower.environment.release(self._handles)
+    self._handles = []
+
+  def lay_backbones(self, num_backbones: int, is_last: bool) -> None:
+    """Reads each prompt once and runs the first trajectories from it."""
+    num_tasks = len(self._tasks)
+    environment = self._grower.environment
+    first, prompts = environment.reset(self._tasks, [0] * num_tasks)
+    self._handles.extend(first.handles.tolist())
+    # A prompt's cache row is that of leaf -1 - tree: of no episode.
+    owners = [-1 - tree for tree in range(num_tasks)]
+    self._archive.add(self._read_prompts(prompts), owners)
+    decisions = []
+    for tree, prompt in enumerate(prompts):
+      pending = np.zeros(self._grower.chunk, np.int32)
+      pending[0] = prompt[-1]
+      root = self._builders[tree].add(
+          types.NO_PARENT, prompt, anchor=int(first.anchor[tree])
+      )
+      decision = _Decision(
+          tree, root, owners[tree], len(prompt) - 1, pending, 1,
+          first.commands[tree], int(first.handles[tree]), 0,
+      )
+      decisions += [decision] * num_backbones
+    self._run(decisions, 0, is_last)
+
+  def fork(self, plan: types.BranchPlan, birth: int, is_last: bool) -> None:
+    """Runs the forks of a plan, `birth` being the number of its stage."""
+    nodes, offsets, counts = map(
+        np.asarray, (plan.node, plan.offset, plan.count)
+    )
+    decisions = []
+    for tree, slot in zip(*np.nonzero(counts > 0)):
+      decision = self._decisions[tree].get(int(nodes[tree, slot]))
+      if decision is None or offsets[tree, slot] != 0:
+        raise ValueError(
+            'expected forks before an action, at offset 0 of its node; got node'
+            f' {nodes[tree, slot]} of tree {tree} at offset'
+            f' {offsets[tree, slot]}'
+        )
+      decisions += [decision] * int(counts[tree, slot])
+    if decisions:
+      self._run(decisions, birth, is_last)
+
+  def _read_prompts(self, prompts: list[list[int]]) -> sampling.Cache:
+    """Returns a cache of all prompts, each without its last token."""
+    num_rows = row_bucket(len(prompts))
+    lengths = np.zeros(num_rows, np.int32)
+    lengths[: len(prompts)] = [len(prompt) - 1 for prompt in prompts]
+    width = _round_up(max(1, lengths.max()), _PROMPT_BUCKET)
+    tokens = np.zeros((num_rows, width), np.int32)
+    for row, prompt in enumerate(prompts):
+      tokens[row, : lengths[row]] = prompt[:-1]
+    size = _round_up(width + self._grower.turn_length, _CACHE_BUCKET)
+    cache = sampling.empty_cache(self._grower.model_config, num_rows, size)
+    return self._grower.prefill(self._params, cache, tokens, lengths)
+
+  def _run(self, decisions: list[_Decision], birth: int, is_last: bool):
+    """Runs an episode from each decision until all have ended."""
+    rows, leaves = self._start(decisions)
+    while True:
+      rows = self._make_room(rows)
+      before = _to_host(rows)
+      rows, *drawn = self._grower.turn(self._params, rows)
+      actions, result = jax.device_get(drawn)
+      self._grower.environment.raise_pending()
+      self._record(before, actions, result, leaves, birth)
+      active = np.array(rows.active)
+      if not active.any():
+        break
+      num_rows = row_bucket(active.sum())
+      if num_rows <= len(active) // 2:
+        if not is_last:
+          self._archive.add(rows.cache, [leaf.number for leaf in leaves])
+        rows, leaves = _close_ranks(rows, leaves, active, num_rows)
+    if not is_last:
+      self._archive.add(rows.cache, [leaf.number for leaf in leaves])
+
+  def _start(
+      self, decisions: list[_Decision]
+  ) -> tuple[sampling.Rows, list[_Leaf]]:
+    """Returns the rows of new leaves that begin at `decisions`."""
+    numbered = []
+    for decision in decisions:
+      numbered.append((decision, self._num_leaves_of[decision.tree]))
+      self._num_leaves_of[decision.tree] += 1
+    num_rows = row_bucket(len(decisions))
+    cache, order = self._archive.fork([d.leaf for d in decisions], num_rows)
+    # Rows that pad the bucket repeat the last decision, and are never active.
+    padded = [numbered[i] for i in order]
+    padded += padded[-1:] * (num_rows - len(padded))
+    column = lambda name: np.array([getattr(d, name) for d, _ in padded])
+    fold_in = jax.vmap(jax.random.fold_in)
+    rows = sampling.Rows(
+        cache=cache._replace(lengths=jnp.asarray(column('length'), jnp.int32)),
+        pending=jnp.asarray(column('pending')),
+        pending_length=jnp.asarray(column('pending_length'), jnp.int32),
+        commands=jnp.asarray(column('commands')),
+        handles=jnp.asarray(column('handle'), jnp.int32),
+        active=jnp.arange(num_rows) < len(decisions),
+        keys=fold_in(
+            self._task_keys[column('tree')], np.array([i for _, i in padded])
+        ),
+        turns=jnp.asarray(column('turn'), jnp.int32),
+        greedy=jnp.full(num_rows, self._greedy),
+    )
+    leaves = []
+    for i in order:
+      leaves.append(
+          _Leaf(self._num_leaves, decisions[i].tree, decisions[i].parent)
+      )
+      self._num_leaves += 1
+    return rows, leaves
+
+  def _make_room(self, rows: sampling.Rows) -> sampling.Rows:
+    """Returns the rows with a cache that holds one more turn of each."""
+    size = rows.cache.key_values.keys.shape[3]
+    used = np.array(rows.cache.lengths) * np.array(rows.active)
+    needed = int(used.max()) + self._grower.turn_length
+    if needed <= size:
+      return rows
+    size = _round_up(needed, _CACHE_BUCKET)
+    return rows._replace(cache=sampling.grow_cache(rows.cache, size))
+
+  def _record(self, before, actions, result, leaves, birth) -> None:
+    """Adds a node for each action of a turn, and what a fork there needs."""
+    ended = result.terminal | result.truncated
+    # What an episode's last action showed was never read by the policy.
+    shown = np.where(ended, 0, result.observation_length)
+    is_shown = np.arange(result.observation.shape[1]) < shown[:, None]
+    keep = np.concatenate([actions.mask, is_shown], axis=1)
+    tokens = np.concatenate([actions.tokens, result.observation], axis=1)
+    off = is_shown.shape[1]  # Observations have no log-probs.
+    is_action, log_probs, entropies = (
+        np.pad(x, ((0, 0), (0, off)))
+        for x in (actions.mask, actions.log_probs, actions.entropies)
+    )
+    allowed = np.pad(actions.allowed, ((0, 0), (0, off), (0, 0)))
+    for row in np.flatnonzero(before.active):
+      leaf, kept = leaves[row], keep[row]
+      node = self._builders[leaf.tree].add(
+          leaf.node,
+          tokens[row, kept],
+          action_mask=is_action[row, kept],
+          behaviour_log_probs=log_probs[row, kept],
+          entropies=entropies[row, kept],
+          allowed=allowed[row, kept],
+          reward=float(result.rewards[row]),
+          terminal=bool(result.terminal[row]),
+          truncated=bool(result.truncated[row] and not result.terminal[row]),
+          birth=birth,
+          anchor=int(result.anchor[row]),
+      )
+      self._decisions[leaf.tree][node] = _Decision(
+          leaf.tree, leaf.node, leaf.number, int(before.lengths[row]),
+          before.pending[row], int(before.pending_length[row]),
+          before.commands[row], int(before.handles[row]),
+          int(before.turns[row]),
+      )
+      leaf.node = node
+    self.statuses.update(result.status[before.active].tolist())
+    self._handles += result.handles[result.handles > 0].tolist()
+    self.compute = Compute(
+        self.compute.environment_steps + int(before.active.sum()),
+        self.compute.generated_tokens + int(actions.mask.sum()),
+    )
+
+
+class _HostRows(NamedTuple):
+  """`sampling.Rows` without what stays on the device, as copies."""
+
+  lengths: np.ndarray
+  pending: np.ndarray
+  pending_length: np.ndarray
+  commands: np.ndarray
+  handles: np.ndarray
+  active: np.ndarray
+  turns: np.ndarray
+
+
+def _to_host(rows: sampling.Rows) -> _HostRows:
+  # Copies: on CPU a view would lie in a buffer that the turn is about to write.
+  return _HostRows(
+      np.array(rows.cache.lengths),
+      *(np.array(getattr(rows, name)) for name in _HostRows._fields[1:]),
+  )
+
+
+def _close_ranks(
+    rows: sampling.Rows,
+    leaves: list[_Leaf],
+    active: np.ndarray,
+    num_rows: int,
+) -> tuple[sampling.Rows, list[_Leaf]]:
+  """Returns the active rows alone, padded to `num_rows`.
+
+  The tail of long episodes would otherwise pay for rows that ended long ago.
+  """
+  kept = np.flatnonzero(active)
+  index = np.pad(kept, (0, num_rows - len(kept)))
+  is_real = jnp.arange(num_rows) < len(kept)
+  small = jax.tree.map(lambda x: x[index], rows._replace(cache=None))
+  small = small._replace(cache=_take_rows(rows.cache, index), active=is_real)
+  return small, [leaves[row] for row in kept]

@@ -1,0 +1,501 @@
+"""The record of a tree of rollouts, its checks, views and builder.
+
+A node is a contiguous segment of tokens with one parent; a chain of nodes below
+the root is an ordinary trajectory. `Tree` is the padded batch that kernels see,
+`TreeBuilder` grows one tree on the host, `stack` turns builders into a batch.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+
+from bpo_jax import types
+from bpo_jax import walks
+
+
+@chex.dataclass(frozen=True, mappable_dataclass=False)
+class Tree:
+  """A batch of B padded trees of N nodes of T tokens.
+
+  Node 0 is the root and holds the prompt; `parents[n] < n` for every other real
+  node. The tokens along a path are exactly what the policy saw and produced.
+  Padding is False in every mask and NO_PARENT in `parents`.
+
+  Attributes:
+    tokens: what was seen and produced.
+    token_mask: real tokens, a prefix of T.
+    action_mask: tokens drawn by the policy, a subset of `token_mask`.
+    behaviour_log_probs: nats, under the policy that drew the token; 0 off
+      `action_mask`.
+    entropies: nats, of the distribution the token was drawn from; 0 off
+      `action_mask`.
+    parents: index of the parent node.
+    node_mask: real nodes.
+    rewards: reward units, received on entering the node.
+    terminal: the environment ended the episode here.
+    truncated: a limit ended it here; the return beyond is unknown.
+    birth: 0 for a first trajectory, k for the k-th branching stage.
+    anchor: equal for equal observations within one tree, -1 when unknown.
+    allowed: None where the policy drew from the whole vocabulary, else a bit
+      set: bit v % 32 of word v // 32 says that token v could be drawn here.
+  """
+
+  tokens: chex.Array  # [B, N, T] int32
+  token_mask: chex.Array  # [B, N, T] bool
+  action_mask: chex.Array  # [B, N, T] bool
+  behaviour_log_probs: chex.Array  # [B, N, T] float32
+  entropies: chex.Array  # [B, N, T] float32
+  parents: chex.Array  # [B, N] int32
+  node_mask: chex.Array  # [B, N] bool
+  rewards: chex.Array  # [B, N] float32
+  terminal: chex.Array  # [B, N] bool
+  truncated: chex.Array  # [B, N] bool
+  birth: chex.Array  # [B, N] int32
+  anchor: chex.Array  # [B, N] int32
+  allowed: chex.Array | None = None  # [B, N, T, W] uint32
+
+  def validate(self) -> None:
+    """Checks on the host that the arrays are a batch of trees.
+
+    Raises:
+      ValueError: naming the field, what was expected, what came, and where.
+    """
+    _check_arrays(self)
+    _check_shape_of_trees(self)
+    _check_tokens(self)
+
+
+Credit = types.Credit
+
+
+def depth(tree: Tree) -> types.Array:
+  """Returns the number of ancestors, [B, N] int32; 0 on padding."""
+  has_parent = jnp.asarray(tree.parents >= 0, jnp.int32)
+  return walks.sum_above(has_parent, tree.parents)
+
+
+def num_children(tree: Tree) -> types.Array:
+  """Returns the number of children, [B, N] int32."""
+  return walks.sum_of_children(
+      tree.node_mask.astype(jnp.int32), tree.parents, tree.node_mask)
+
+
+def is_leaf(tree: Tree) -> types.Array:
+  """Returns [B, N] bool, True for real nodes without children."""
+  return tree.node_mask & (num_children(tree) == 0)
+
+
+def num_leaves(tree: Tree) -> types.Array:
+  """Returns the number of leaves at or below a node, [B, N] int32."""
+  return walks.sum_below(is_leaf(tree).astype(jnp.int32), tree.parents)
+
+
+def first_child(tree: Tree) -> types.Array:
+  """Returns the child that was laid down first, [B, N] int32, or -1.
+
+  That is the child of the smallest birth, then of the smallest index: where
+  forks were added to a trajectory, the trajectory's own continuation.
+  """
+  return walks.first_child(tree.parents, tree.node_mask, tree.birth)
+
+
+def is_first_child(tree: Tree) -> types.Array:
+  """Returns [B, N] bool, True for a node that is its parent's first child."""
+  first = walks.at_parent(first_child(tree), tree.parents, -1)
+  return first == jnp.arange(tree.parents.shape[-1])
+
+
+def in_group(tree: Tree) -> types.Array:
+  """Returns [B, N] bool, True for real nodes with at least one sibling."""
+  return walks.at_parent(num_children(tree), tree.parents) > 1
+
+
+def num_tokens(tree: Tree) -> types.Array:
+  """Returns the number of real tokens of a node, [B, N] int32."""
+  return jnp.sum(tree.token_mask, axis=-1, dtype=jnp.int32)
+
+
+def tokens_above(tree: Tree) -> types.Array:
+  """Returns the number of tokens of a node's ancestors, [B, N] int32."""
+  tokens = num_tokens(tree)
+  return walks.sum_above(tokens, tree.parents) - tokens
+
+
+def action_starts(tree: Tree) -> types.Array:
+  """Returns [B, N, T] bool, True at the first token of every action.
+
+  An action is a maximal run of action tokens within one node; a node that
+  begins inside an action, because it was forked there, begins a new one.
+  """
+  before = jnp.pad(tree.action_mask[..., :-1], ((0, 0), (0, 0), (1, 0)))
+  return tree.action_mask & ~before
+
+
+def first_action_index(tree: Tree) -> types.Array:
+  """Returns the offset of a node's first action token, [B, N] int32, or -1."""
+  found = jnp.any(tree.action_mask, axis=-1)
+  return jnp.where(found, jnp.argmax(tree.action_mask, axis=-1), -1)
+
+
+_DTYPES = dict(
+    tokens='int32', token_mask='bool', action_mask='bool',
+    behaviour_log_probs='float32', entropies='float32', parents='int32',
+    node_mask='bool', rewards='float32', terminal='bool', truncated='bool',
+    birth='int32', anchor='int32', allowed='uint32')
+_PER_TOKEN = ('tokens', 'token_mask', 'action_mask', 'behaviour_log_probs',
+              'entropies')
+
+
+def _check_arrays(tree):
+  """Checks ranks, shapes and dtypes against those of `tokens`."""
+  shape = np.shape(tree.tokens)
+  if len(shape) != 3:
+    raise ValueError(f'tokens: expected shape [B, N, T], got {shape}')
+  for name, dtype in _DTYPES.items():
+    value = getattr(tree, name)
+    if name == 'allowed' and value is None:
+      continue
+    if str(value.dtype) != dtype:
+      raise ValueError(f'{name}: expected dtype {dtype}, got {value.dtype}')
+    expected = shape if name in _PER_TOKEN else shape[:2]
+    got = np.shape(value)
+    if name == 'allowed':
+      expected, got = shape, got[:3]
+    if got != expected:
+      raise ValueError(f'{name}: expected shape {expected}, got {got}')
+
+
+def _refuse(bad, message):
+  """Raises ValueError with the first index where `bad` holds."""
+  where = np.argwhere(bad)
+  if len(where):
+    axes = ('tree', 'node', 'token')
+    index = ', '.join(f'{a} {i}' for a, i in zip(axes, where[0].tolist()))
+    raise ValueError(f'{message}; first at {index}, {len(where)} in all')
+
+
+def _check_shape_of_trees(tree):
+  """Checks roots, parents, padding and ends of episodes."""
+  parents, real = np.asarray(tree.parents), np.asarray(tree.node_mask)
+  index = np.arange(parents.shape[1])
+  root = real & (parents == types.NO_PARENT)
+  has_parent = parents != types.NO_PARENT
+  _refuse(has_parent & ~real, 'parents: expected NO_PARENT on padding')
+  _refuse(root & (index > 0), 'parents: expected the root at node 0 alone')
+  _refuse(real.any(axis=1) & ~root[:, 0], 'parents: expected a root at node 0')
+  _refuse(has_parent & ((parents < 0) | (parents >= index)),
+          'parents: expected an index from 0 to below the node\'s own')
+  above = np.maximum(parents, 0)
+  done = np.asarray(tree.terminal) | np.asarray(tree.truncated)
+  _refuse(has_parent & ~np.take_along_axis(real, above, axis=1),
+          'parents: expected a real node, got padding')
+  _refuse(has_parent & np.take_along_axis(done, above, axis=1),
+          'parents: expected no child of a terminal or truncated node')
+  _refuse(real & ~np.isfinite(tree.rewards), 'rewards: expected finite rewards')
+  _refuse(real & (np.asarray(tree.birth) < 0), 'birth: expected 0 or more')
+
+
+def _check_tokens(tree):
+  """Checks the masks over tokens and what is recorded of each action."""
+  mask, action = np.asarray(tree.token_mask), np.asarray(tree.action_mask)
+  real = np.asarray(tree.node_mask)[..., None]
+  _refuse(mask & ~real, 'token_mask: expected False on padding nodes')
+  _refuse(mask[..., 1:] & ~mask[..., :-1],
+          'token_mask: expected real tokens to be a prefix of the node')
+  _refuse(action & ~mask, 'action_mask: expected a subset of token_mask')
+  for name in ('behaviour_log_probs', 'entropies'):
+    _refuse(action & ~np.isfinite(getattr(tree, name)),
+            f'{name}: expected finite values at action tokens')
+
+
+@dataclasses.dataclass
+class _Node:
+  """One node of a tree under construction; owns its arrays."""
+
+  parent: int  # Handle.
+  tokens: np.ndarray  # [L] int32
+  action_mask: np.ndarray  # [L] bool
+  behaviour_log_probs: np.ndarray  # [L] float32
+  entropies: np.ndarray  # [L] float32
+  allowed: np.ndarray | None  # [L, W] uint32
+  reward: float
+  terminal: bool
+  truncated: bool
+  birth: int
+  anchor: int
+
+  def cut(self, start: int, stop: int) -> dict[str, np.ndarray | None]:
+    """Returns copies of the per-token fields of tokens start to stop - 1."""
+    names = ('tokens', 'action_mask', 'behaviour_log_probs', 'entropies',
+             'allowed')
+    fields = {name: getattr(self, name) for name in names}
+    return {name: None if field is None else field[start:stop].copy()
+            for name, field in fields.items()}
+
+
+class TreeBuilder:
+  """Grows one tree on the host.
+
+  A handle stands for the state at the END of a node, and keeps doing so when
+  the node is split. Until the first split a handle is also the node's index in
+  the built tree; `index` tells it at any time.
+  """
+
+  def __init__(self):
+    self._nodes: list[_Node] = []  # By handle.
+    self._order: list[int] = []  # Handles in topological order.
+
+  def __len__(self) -> int:
+    return len(self._nodes)
+
+  def add(self, parent: int, tokens: Sequence[int],
+          action_mask: Sequence[bool] | None = None,
+          behaviour_log_probs: Sequence[float] | None = None,
+          entropies: Sequence[float] | None = None, reward: float = 0.0,
+          terminal: bool = False, truncated: bool = False, birth: int = 0,
+          anchor: int = types.UNKNOWN_ANCHOR,
+          allowed: np.ndarray | None = None) -> int:
+    """Adds a node and returns its handle.
+
+    Args:
+      parent: handle of the parent; NO_PARENT for the root, which comes first.
+      tokens: [L] token ids; L may be 0.
+      action_mask: [L] bool, tokens drawn by the policy; None for none.
+      behaviour_log_probs: [L] nats; needed where there are action tokens, not
+        read elsewhere.
+      entropies: [L] nats; None for 0; not read off action tokens.
+      reward: reward units, received on entering the node.
+      terminal: whether the environment ended the episode here.
+      truncated: whether a limit ended it here.
+      birth: 0 for a first trajectory, k for the k-th branching stage.
+      anchor: equal for equal observations within the tree; -1 when unknown.
+      allowed: [L, W] uint32, which tokens could be drawn; None for all.
+
+    Raises:
+      ValueError: if a length differs from that of `tokens`, a log-prob is
+        missing or not finite, or the parent is unknown or has ended.
+    """
+    self._check_parent(parent)
+    length = len(tokens)
+    mask = _row('action_mask', action_mask, length, bool)
+    if behaviour_log_probs is None and mask.any():
+      raise ValueError(
+          'behaviour_log_probs: expected one per token of a node with action '
+          'tokens, got None; record them as the tokens are drawn')
+    log_probs = _row(
+        'behaviour_log_probs', behaviour_log_probs, length, np.float32)
+    if not np.isfinite(log_probs[mask]).all():
+      raise ValueError('behaviour_log_probs: expected finite values at action '
+                       f'tokens, got {log_probs[mask]}')
+    if not np.isfinite(reward):
+      raise ValueError(f'reward: expected a finite number, got {reward}')
+    entropy = _row('entropies', entropies, length, np.float32)
+    self._nodes.append(_Node(
+        parent=parent, tokens=_row('tokens', tokens, length, np.int32),
+        action_mask=mask, behaviour_log_probs=np.where(mask, log_probs, 0),
+        entropies=np.where(mask, entropy, 0),
+        allowed=_words(allowed, length), reward=float(reward),
+        terminal=bool(terminal), truncated=bool(truncated), birth=int(birth),
+        anchor=int(anchor)))
+    self._order.append(len(self._nodes) - 1)
+    return len(self._nodes) - 1
+
+  def split(self, node: int, offset: int, head_reward: float = 0.0) -> int:
+    """Splits a node in two and returns the handle of the head.
+
+    The head takes the tokens below `offset`. The node keeps its handle, the
+    tokens from `offset` on, its children, its anchor and the way it ended, so
+    forks of the state at `offset` are added to the head.
+
+    Args:
+      node: handle of the node to split.
+      offset: 0 < offset < length.
+      head_reward: the part of the node's reward that came before `offset`.
+
+    Raises:
+      ValueError: if the handle is unknown or the offset leaves a part empty.
+    """
+    self._check_handle(node)
+    tail = self._nodes[node]
+    if not 0 < offset < len(tail.tokens):
+      raise ValueError(f'offset: expected 0 < offset < {len(tail.tokens)}, the '
+                       f'length of node {node}, got {offset}')
+    head = dataclasses.replace(
+        tail, **tail.cut(0, offset), reward=float(head_reward), terminal=False,
+        truncated=False, anchor=types.UNKNOWN_ANCHOR)
+    handle = len(self._nodes)
+    self._nodes.append(head)
+    self._nodes[node] = dataclasses.replace(
+        tail, **tail.cut(offset, len(tail.tokens)), parent=handle,
+        reward=tail.reward - float(head_reward))
+    self._order.insert(self._order.index(node), handle)
+    return handle
+
+  def fork_points(self, nodes: Sequence[int], offsets: Sequence[int]
+                  ) -> list[int]:
+    """Splits where a `BranchPlan` says and returns what to fork from.
+
+    Args:
+      nodes: [M] indices into the tree as built now; -1 for an unused slot.
+      offsets: [M] token offsets; a fork keeps the tokens below.
+
+    Returns:
+      [M] handles to add forks to, in the order given; -1 for unused slots.
+
+    Raises:
+      ValueError: if an offset lies outside its node.
+    """
+    handles = [self._order[node] if node >= 0 else -1 for node in nodes]
+    points, cuts = [-1] * len(handles), {}
+    for slot in sorted(range(len(handles)), key=lambda slot: offsets[slot]):
+      handle, offset = handles[slot], int(offsets[slot])
+      if handle >= 0:
+        points[slot] = self._cut(handle, offset - cuts.get(handle, 0))
+        cuts[handle] = offset
+    return points
+
+  def index(self, handle: int) -> int:
+    """Returns the node's index in the tree as built now."""
+    self._check_handle(handle)
+    return self._order.index(handle)
+
+  def build(self) -> Tree:
+    """Returns the tree without a batch axis: arrays [N, ...], T the longest.
+
+    Raises:
+      ValueError: if there is no node.
+    """
+    length = max((len(node.tokens) for node in self._nodes), default=0)
+    return self._padded(len(self), max(length, 1), self._num_words())
+
+  def _cut(self, handle, offset):
+    if offset == 0 and self._nodes[handle].parent != types.NO_PARENT:
+      return self._nodes[handle].parent
+    return self.split(handle, offset)
+
+  def _check_handle(self, handle):
+    if not 0 <= handle < len(self):
+      raise ValueError(
+          f'expected a handle from 0 to {len(self) - 1}, got {handle}')
+
+  def _check_parent(self, parent):
+    if not self._nodes:
+      if parent != types.NO_PARENT:
+        raise ValueError(f'parent: expected NO_PARENT ({types.NO_PARENT}) for '
+                         f'the first node, the root, got {parent}')
+      return
+    self._check_handle(parent)
+    if self._nodes[parent].terminal or self._nodes[parent].truncated:
+      raise ValueError(
+          f'parent: expected a node whose episode goes on, got {parent}, which '
+          'is terminal or truncated')
+
+  def _num_words(self):
+    words = {n.allowed.shape[1] for n in self._nodes if n.allowed is not None}
+    if len(words) > 1:
+      raise ValueError(
+          f'allowed: expected one number of words, got {sorted(words)}')
+    return words.pop() if words else 0
+
+  def _padded(self, num_nodes, num_tokens, num_words):
+    """Returns the tree padded to [num_nodes, num_tokens]."""
+    if not self._nodes:
+      raise ValueError('expected at least a root, got an empty builder')
+    tree = _empty((num_nodes, num_tokens), num_words)
+    index = {handle: i for i, handle in enumerate(self._order)}
+    for i, handle in enumerate(self._order):
+      node = self._nodes[handle]
+      length = len(node.tokens)
+      for name in ('tokens', 'action_mask', 'behaviour_log_probs', 'entropies'):
+        getattr(tree, name)[i, :length] = getattr(node, name)
+      tree.token_mask[i, :length] = True
+      if node.allowed is not None:
+        tree.allowed[i, :length] = node.allowed
+      tree.parents[i] = index.get(node.parent, types.NO_PARENT)
+      tree.node_mask[i] = True
+      tree.rewards[i] = node.reward
+      for name in ('terminal', 'truncated', 'birth', 'anchor'):
+        getattr(tree, name)[i] = getattr(node, name)
+    return tree
+
+
+def stack(builders: Sequence[TreeBuilder], num_nodes: int | None = None,
+          num_tokens: int | None = None, num_trees: int | None = None,
+          bucket: int = 8) -> Tree:
+  """Returns a batch of trees, padded to common sizes; arrays on the host.
+
+  Args:
+    builders: the trees; at least one.
+    num_nodes: N; None for the most nodes of any tree, bucketed.
+    num_tokens: T; None for the most tokens of any node, bucketed.
+    num_trees: B; None for one a builder. Trees beyond those are padding.
+    bucket: bucketed sizes are rounded up to this times a power of two, so that
+      a run compiles for few shapes; 0 leaves them as they are.
+
+  Raises:
+    ValueError: if a given size is too small, or there is no builder.
+  """
+  if not builders:
+    raise ValueError('expected at least one builder, got none')
+  trees = [builder.build() for builder in builders]
+  nodes, tokens = np.max([tree.tokens.shape for tree in trees], axis=0)
+  words = {tree.allowed.shape[-1] for tree in trees if tree.allowed is not None}
+  if len(words) > 1:
+    raise ValueError(f'allowed: expected one number of words, got {words}')
+  batch = _empty((
+      _size('num_trees', num_trees, len(trees), 0),
+      _size('num_nodes', num_nodes, nodes, bucket),
+      _size('num_tokens', num_tokens, tokens, bucket)), sum(words))
+  for b, tree in enumerate(trees):
+    for name in _DTYPES:
+      value = getattr(tree, name)
+      if value is not None:
+        getattr(batch, name)[(b, *map(slice, value.shape))] = value
+  return batch
+
+
+def _empty(shape, num_words):
+  """Returns a tree of padding; shape [..., N, T]."""
+  def make(name):
+    fill = dict(parents=types.NO_PARENT, anchor=types.UNKNOWN_ANCHOR)
+    size = shape if name in _PER_TOKEN else shape[:-1]
+    return np.full(size, fill.get(name, 0), _DTYPES[name])
+  fields = {name: make(name) for name in _DTYPES if name != 'allowed'}
+  allowed = None
+  if num_words:
+    # All tokens allowed: a softmax over none of them would be NaN.
+    allowed = np.full((*shape, num_words), 0xFFFFFFFF, np.uint32)
+  return Tree(**fields, allowed=allowed)
+
+
+def _size(name, given, needed, bucket):
+  if given is not None:
+    if given < needed:
+      raise ValueError(f'{name}: expected at least {needed}, got {given}')
+    return given
+  size = max(bucket, 1)
+  while bucket and size < needed:
+    size *= 2
+  return size if bucket else int(needed)
+
+
+def _row(name, values, length, dtype):
+  """Returns a fresh [length] array; zeros for None."""
+  row = np.zeros(length, dtype) if values is None else np.array(values, dtype)
+  if row.shape != (length,):
+    raise ValueError(
+        f'{name}: expected {length} entries, one a token, got {row.shape}')
+  return row
+
+
+def _words(allowed, length):
+  if allowed is None:
+    return None
+  words = np.array(allowed, np.uint32)
+  if words.ndim != 2 or len(words) != length:
+    raise ValueError(
+        f'allowed: expected shape [{length}, W], got {words.shape}')
+  return words

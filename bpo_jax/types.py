@@ -1,0 +1,73 @@
+"""Aliases, sentinels and Protocols; the bottom of the import order."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import chex
+import jax
+
+Array = jax.Array
+ArrayTree = Any  # Any pytree of arrays.
+
+NO_PARENT = -1  # In `Tree.parents`, for the root and for padding.
+UNKNOWN_ANCHOR = -1  # In `Tree.anchor`, for a node of unknown observation.
+UNUSED_SLOT = -1  # In `BranchPlan.node`, for a slot without a branch point.
+
+
+@chex.dataclass(frozen=True, mappable_dataclass=False)
+class Credit:
+  """What every token of a tree is credited with; carries no gradient.
+
+  Attributes:
+    advantages: reward units; 0 off the tree's `action_mask`.
+    weights: the sum of the weights of the paths through the token; 0 off the
+      tree's `action_mask`.
+  """
+
+  advantages: chex.Array  # [B, N, T] float32
+  weights: chex.Array  # [B, N, T] float32
+
+
+@chex.dataclass(frozen=True, mappable_dataclass=False)
+class BranchPlan:
+  """Where to fork each tree, and how often.
+
+  Attributes:
+    node: index of the node to fork in; -1 for an unused slot.
+    offset: a fork keeps the node's tokens below it; 0 forks before the node.
+    count: number of forks; 0 for an unused slot.
+  """
+
+  node: chex.Array  # [B, M] int32
+  offset: chex.Array  # [B, M] int32
+  count: chex.Array  # [B, M] int32
+
+
+class Environment(Protocol):
+  """A forkable sandbox as a rollout sees it; states are values."""
+
+  def tasks(self, split: str) -> Sequence[Any]:
+    """Returns the split's tasks in a fixed order."""
+
+  def reset(self, task: Any, seed: int = 0) -> tuple[Any, Any]:
+    """Returns the first state of `task` and its time step."""
+
+  def step(self, state: Any, action: str) -> tuple[Any, Any]:
+    """Returns the state after `action`; `state` itself stays as it was."""
+
+  def release(self, state: Any) -> None:
+    """Frees what `state` holds."""
+
+
+class Estimator(Protocol):
+  """Says which token of a tree gets how much credit."""
+
+  def __call__(self, tree: Any, **scalars: Any) -> Credit:
+    """Returns the credit of a `Tree`."""
+
+
+class BranchPolicy(Protocol):
+  """Says where a tree is to be forked next."""
+
+  def __call__(self, tree: Any, **scalars: Any) -> BranchPlan:
+    """Returns the plan of a `Tree`."""

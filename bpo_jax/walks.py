@@ -1,0 +1,177 @@
+"""Walks over trees given as arrays of parents.
+
+Everything takes `[..., N]` arrays. Nodes stand in topological order
+(`parents[n] < n`), so a walk is one loop over node indices: forwards from the
+root down, backwards from the leaves up. Such a loop does O(N) work a tree,
+holds no [N, N] array, and all trees of a batch take each step together.
+"""
+
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from bpo_jax import masked
+from bpo_jax import types
+
+
+def per_tree(function: Callable[..., types.ArrayTree], ndim: int
+             ) -> Callable[..., types.ArrayTree]:
+  """Lifts a function of `[N]` arrays to arrays of `ndim` dimensions."""
+  for _ in range(ndim - 1):
+    function = jax.vmap(function)
+  return function
+
+
+def slots(parents: chex.Array) -> types.Array:
+  """Returns scatter indices [..., N] int32: N, which is dropped, for -1."""
+  return jnp.where(parents < 0, parents.shape[-1], parents)
+
+
+def at_parent(values: chex.Array, parents: chex.Array,
+              default: float = 0) -> types.Array:
+  """Returns the parent's entry of `values`, `default` for the parentless."""
+  parents = jnp.asarray(parents)
+  above = jnp.take_along_axis(values, jnp.maximum(parents, 0), axis=-1)
+  return masked.fill(above, parents >= 0, default)
+
+
+def sum_of_children(values: chex.Array, parents: chex.Array,
+                    mask: chex.Array) -> types.Array:
+  """Returns for every node the sum over its children, [..., N]."""
+  def single(values, index):
+    return jnp.zeros_like(values).at[index].add(values, mode='drop')
+  parents = jnp.asarray(parents)
+  values = masked.fill(values, mask)
+  return per_tree(single, parents.ndim)(values, slots(parents))
+
+
+def max_of_children(values: chex.Array, parents: chex.Array,
+                    mask: chex.Array) -> types.Array:
+  """Returns for every node the largest entry of its children, or -1.
+
+  Args:
+    values: [..., N] int32, not negative.
+    parents: [..., N] int32, NO_PARENT for the root and for padding.
+    mask: [..., N] bool, True for children that count.
+  """
+  def single(values, index):
+    return jnp.full_like(values, -1).at[index].max(values, mode='drop')
+  parents = jnp.asarray(parents)
+  values = jnp.where(mask, values, -1)
+  return per_tree(single, parents.ndim)(values, slots(parents))
+
+
+def first_child(parents: chex.Array, mask: chex.Array,
+                order: chex.Array | None = None) -> types.Array:
+  """Returns the index of every node's first child.
+
+  Args:
+    parents: [..., N] int32, NO_PARENT for the root and for padding.
+    mask: [..., N] bool, True for members.
+    order: [..., N] int32, not negative; the child of the smallest order comes
+      first, then the one of the smallest index. None: by index alone.
+
+  Returns:
+    [..., N] int32; -1 for a node without children.
+  """
+  def single(key, index):
+    smallest = jnp.full(size, never).at[index].min(key, mode='drop')
+    return jnp.where(smallest == never, -1, smallest % size)
+  parents = jnp.asarray(parents)
+  size, never = parents.shape[-1], jnp.iinfo(jnp.int32).max
+  key = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), parents.shape)
+  if order is not None:
+    key = key + jnp.asarray(order, jnp.int32) * size
+  key = jnp.where(mask, key, never)
+  return per_tree(single, parents.ndim)(key, slots(parents))
+
+
+def accumulate_down(combine: Callable, values: types.ArrayTree,
+                    parents: chex.Array) -> types.ArrayTree:
+  """Accumulates from the root down: y[n] = combine(y[parents[n]], x[n]).
+
+  Args:
+    combine: takes the parent's result and the node's own entry.
+    values: pytree of [..., N] arrays x.
+    parents: [..., N] int32, NO_PARENT for the root and for padding.
+
+  Returns:
+    A pytree like `values`; y[n] = x[n] where there is no parent.
+  """
+  def single(values, parents):
+    def visit(node, out):
+      parent = parents[node]
+      own = jax.tree.map(lambda x: x[node], out)
+      merged = combine(jax.tree.map(lambda x: x[parent], out), own)
+      return jax.tree.map(
+          lambda x, m, o: x.at[node].set(jnp.where(parent < 0, o, m)),
+          out, merged, own)
+    return jax.lax.fori_loop(1, parents.shape[0], visit, values)
+  parents = jnp.asarray(parents)
+  values = jax.tree.map(jnp.asarray, values)
+  return per_tree(single, parents.ndim)(values, parents)
+
+
+def sum_above(values: chex.Array, parents: chex.Array) -> types.Array:
+  """Returns the sum over a node and its ancestors, [..., N]."""
+  return accumulate_down(jnp.add, values, parents)
+
+
+def sum_below(values: chex.Array, parents: chex.Array) -> types.Array:
+  """Returns the sum over a node and its descendants, [..., N]."""
+  def single(values, index):
+    def visit(i, out):
+      node = size - 1 - i
+      return out.at[index[node]].add(out[node], mode='drop')
+    return jax.lax.fori_loop(0, size - 1, visit, values)
+  parents = jnp.asarray(parents)
+  size = parents.shape[-1]
+  function = per_tree(single, parents.ndim)
+  return function(jnp.asarray(values), slots(parents))
+
+
+def nearest_above(mask: chex.Array, parents: chex.Array) -> types.Array:
+  """Returns the nearest marked node on the way up, the node itself included.
+
+  Args:
+    mask: [..., N] bool, True for marked nodes.
+    parents: [..., N] int32.
+
+  Returns:
+    [..., N] int32 node indices, -1 where no node up to the root is marked.
+  """
+  index = jnp.arange(mask.shape[-1], dtype=jnp.int32)
+  marked = jnp.where(mask, index, types.NO_PARENT)
+  return accumulate_down(
+      lambda above, own: jnp.where(own < 0, above, own), marked, parents)
+
+
+def preorder(parents: chex.Array, mask: chex.Array
+             ) -> tuple[types.Array, types.Array]:
+  """Returns the depth-first interval of every subtree.
+
+  Node a is d itself or one of its ancestors iff enter[a] <= enter[d] < end[a].
+
+  Args:
+    parents: [..., N] int32.
+    mask: [..., N] bool, True for real nodes.
+
+  Returns:
+    enter, end: [..., N] int32, the rank of a node in depth-first order and one
+    past the rank of its last descendant; an empty interval on padding.
+  """
+  def single(parents, size):
+    def visit(node, state):
+      enter, cursor = state
+      start = jnp.where(parents[node] < 0, 0, cursor[parents[node]])
+      index = slots(parents)[node]
+      cursor = cursor.at[index].add(size[node], mode='drop')
+      return enter.at[node].set(start), cursor.at[node].set(start + 1)
+    zeros = jnp.zeros_like(parents)
+    enter, _ = jax.lax.fori_loop(0, parents.shape[0], visit, (zeros, zeros))
+    return enter, enter + size
+  parents = jnp.asarray(parents)
+  size = sum_below(jnp.asarray(mask, jnp.int32), parents)
+  return per_tree(single, parents.ndim)(parents, size)

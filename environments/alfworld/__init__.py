@@ -1,0 +1,1 @@
+"""ALFWorld's household games in text, and games of the same form."""

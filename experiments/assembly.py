@@ -1,0 +1,116 @@
+"""Puts environment, phrasebook, network and sampler together."""
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+from absl import logging
+import jax
+
+from bpo_jax import rollout
+from bpo_jax import sampling
+from bpo_jax import tokenizers
+from bpo_jax.models import transformer
+import environments
+from environments import callbacks
+from environments import codec as codecs
+from environments import store as stores
+from environments.alfworld import terse
+from experiments import configs
+
+_ACTION_LENGTH = 3  # Verb, name, number.
+
+
+@dataclasses.dataclass(frozen=True)
+class Agent:
+  """A policy network at home in an environment, without parameters.
+
+  Attributes:
+    environment: the sandboxes.
+    phrasebook: puts their text in few words.
+    tokenizer: puts words in tokens.
+    batched: steps many sandboxes at once.
+    model: the network.
+    sampler: how actions are drawn.
+    grower: plays episodes and grows trees.
+  """
+
+  environment: Any
+  phrasebook: terse.Terse
+  tokenizer: tokenizers.WordTokenizer
+  batched: callbacks.BatchedEnvironment
+  model: transformer.Transformer
+  sampler: sampling.SamplerConfig
+  grower: rollout.Grower
+
+  def close(self) -> None:
+    """Gives everything back; reports the words that had no token."""
+    if self.tokenizer.unknown:
+      logging.warning(
+          '%d words were not in the vocabulary and read as <unk>: %s',
+          self.tokenizer.unknown.total(),
+          ', '.join(word for word, _ in self.tokenizer.unknown.most_common(9)),
+      )
+    self.batched.store.close()
+    self.environment.close()
+
+
+def cache_dir(config: Any) -> pathlib.Path:
+  """Returns where things are kept that many runs share."""
+  if config.cache_dir is not None:
+    return pathlib.Path(config.cache_dir)
+  home = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
+  return pathlib.Path(home) / 'bpo_jax'
+
+
+def use_compilation_cache(config: Any) -> None:
+  """Keeps what XLA compiles for the next run."""
+  jax.config.update('jax_compilation_cache_dir', str(cache_dir(config) / 'xla'))
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
+
+
+def make_environment(config: configs.AgentConfig) -> Any:
+  """Returns the environment that the config names."""
+  if config.env == 'household':
+    return environments.make('household', seed=config.env_seed)
+  return environments.make(config.env, data=config.data)
+
+
+def make_agent(config: configs.AgentConfig) -> Agent:
+  """Returns the agent that the config describes.
+
+  Raises:
+    ValueError: if the environment's data are not there, or a size is wrong.
+  """
+  environment = make_environment(config)
+  phrasebook = terse.Terse()
+  tokenizer = tokenizers.WordTokenizer(phrasebook.vocabulary())
+  codec = codecs.TextCodec(
+      phrasebook,
+      tokenizer,
+      observation_length=config.observation_length,
+      action_length=_ACTION_LENGTH,
+      max_commands=config.max_commands,
+  )
+  batched = callbacks.BatchedEnvironment(stores.StateStore(environment), codec)
+  model = transformer.Transformer(
+      transformer.TransformerConfig(
+          vocab_size=tokenizer.vocab_size,
+          width=config.width,
+          num_layers=config.num_layers,
+          num_heads=config.num_heads,
+          num_kv_heads=config.num_kv_heads,
+          head_dim=config.width // config.num_heads,
+          mlp_width=config.mlp_width,
+      )
+  )
+  sampler = sampling.SamplerConfig(
+      action_length=_ACTION_LENGTH,
+      constrained=config.constrained,
+      temperature=config.temperature,
+  )
+  grower = rollout.Grower(model, batched, sampler, config.max_turns)
+  return Agent(
+      environment, phrasebook, tokenizer, batched, model, sampler, grower
+  )

@@ -1,0 +1,414 @@
+"""Configs of the experiments: frozen dataclasses whose fields check themselves.
+
+A field says what it means, and what values it takes, where it is declared:
+
+  @dataclasses.dataclass(frozen=True)
+  class TrainConfig:
+    learning_rate: float = field(1e-3, 'Step size of Adam.', min=0.0)
+    __post_init__ = check
+
+`config_flags` makes a flag of every field. A default of None in an optional
+field means the algorithm's own default.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import difflib
+import enum
+import inspect
+import math
+import types
+import typing
+from typing import Any, Literal
+
+from bpo_jax import algorithms
+from bpo_jax import learner
+from bpo_jax import types as bpo_types
+
+
+def field(
+    default: Any = dataclasses.MISSING,
+    help: str = '',  # pylint: disable=redefined-builtin
+    *,
+    min: float | None = None,  # pylint: disable=redefined-builtin
+    max: float | None = None,  # pylint: disable=redefined-builtin
+    choices: Sequence[Any] | None = None,
+) -> Any:
+  """Declares a config field.
+
+  Args:
+    default: its value unless given; left out, the flag is required.
+    help: one sentence with the unit, shown by --help.
+    min: smallest value allowed; for a tuple, of each element.
+    max: largest value allowed; for a tuple, of each element.
+    choices: the only values allowed; for a tuple, of each element.
+  """
+  metadata = {'help': help, 'min': min, 'max': max, 'choices': choices}
+  return dataclasses.field(default=default, metadata=metadata)
+
+
+def check(config: Any) -> None:
+  """Raises ValueError naming the first field with a wrong type or range.
+
+  Meant as `__post_init__`, so that no config with such a value can be made.
+  """
+  annotations = annotations_of(type(config))
+  for spec in dataclasses.fields(config):
+    fault = find_fault(
+        getattr(config, spec.name), annotations[spec.name], spec.metadata
+    )
+    if fault:
+      raise ValueError(f'{type(config).__name__}.{spec.name}: {fault}')
+
+
+def find_fault(
+    value: Any, annotation: Any, metadata: typing.Mapping[str, Any]
+) -> str:
+  """Returns what is wrong with a field's value, or '' if nothing is."""
+  if not _has_type(value, annotation):
+    return f'expected {describe(annotation)}, got {value!r}.'
+  for element in value if isinstance(value, tuple) else (value,):
+    fault = _range_fault(element, metadata)
+    if fault:
+      return fault
+  return ''
+
+
+def _range_fault(value: Any, metadata: typing.Mapping[str, Any]) -> str:
+  if value is None:
+    return ''
+  if isinstance(value, float) and math.isnan(value):
+    return 'expected a number, got nan.'
+  low, high = metadata.get('min'), metadata.get('max')
+  if low is not None and value < low:
+    return f'expected at least {low}, got {value}.'
+  if high is not None and value > high:
+    return f'expected at most {high}, got {value}.'
+  choices = metadata.get('choices')
+  if choices is not None and value not in choices:
+    return f'expected one of {_join(choices)}, got {value}.' + near(
+        str(value), [str(choice) for choice in choices])
+  return ''
+
+
+def near(name: str, names: Sequence[str]) -> str:
+  """Returns ' Did you mean ...?' with the names most like `name`, or ''."""
+  close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+  return f' Did you mean {" or ".join(close)}?' if close else ''
+
+
+def annotations_of(config_class: type) -> dict[str, Any]:
+  """Returns field name -> type, with annotations that are text resolved."""
+  return typing.get_type_hints(config_class)
+
+
+def optional_of(annotation: Any) -> Any:
+  """Returns T if the annotation is `T | None`, else None."""
+  if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+    return None
+  members = [a for a in typing.get_args(annotation) if a is not type(None)]
+  if len(members) != 1 or len(typing.get_args(annotation)) != 2:
+    raise TypeError(f'a config field may be T or T | None, not {annotation}.')
+  return members[0]
+
+
+def tuple_elements(annotation: Any, length: int) -> list[Any]:
+  """Returns the types of a tuple's elements for a value of that length."""
+  arguments = typing.get_args(annotation)
+  if len(arguments) == 2 and arguments[1] is Ellipsis:
+    return [arguments[0]] * length
+  return list(arguments)
+
+
+def describe(annotation: Any) -> str:
+  """Returns the type in words, such as `int or none`."""
+  inner = optional_of(annotation)
+  if inner is not None:
+    return f'{describe(inner)} or none'
+  if typing.get_origin(annotation) is Literal:
+    return 'one of ' + _join(typing.get_args(annotation))
+  if typing.get_origin(annotation) is tuple:
+    arguments = typing.get_args(annotation)
+    if arguments[-1] is Ellipsis:
+      return f'{describe(arguments[0])} values with commas between'
+    return ','.join(describe(argument) for argument in arguments)
+  if issubclass(annotation, enum.Enum):
+    return 'one of ' + _join([member.name.lower() for member in annotation])
+  return {bool: 'true or false', str: 'text'}.get(
+      annotation, annotation.__name__)
+
+
+def _join(values: Sequence[Any]) -> str:
+  return ', '.join(str(value) for value in values)
+
+
+def _has_type(value: Any, annotation: Any) -> bool:
+  inner = optional_of(annotation)
+  if inner is not None:
+    return value is None or _has_type(value, inner)
+  if typing.get_origin(annotation) is Literal:
+    return value in typing.get_args(annotation)
+  if typing.get_origin(annotation) is tuple:
+    if not isinstance(value, tuple):
+      return False
+    elements = tuple_elements(annotation, len(value))
+    return len(elements) == len(value) and all(map(_has_type, value, elements))
+  if annotation in (int, float):
+    numbers = int if annotation is int else (int, float)
+    return isinstance(value, numbers) and not isinstance(value, bool)
+  return isinstance(value, annotation)
+
+
+# ------------------------------------------------------------ the experiments
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentConfig:
+  """The environment and the policy that acts in it."""
+
+  env: str = field(
+      'household',
+      'Environment: generated household games, or ALFWorld from --data.',
+      choices=('household', 'alfworld'),
+  )
+  data: str | None = field(
+      None, "ALFWorld's data: the folder json_2.1.1 or the one above it."
+  )
+  env_seed: int = field(0, 'Seed of the generated games.', min=0)
+  max_turns: int = field(
+      40, 'Actions after which an episode is truncated.', min=1
+  )
+  observation_length: int = field(
+      9, 'Tokens that an observation is cut to.', min=1
+  )
+  max_commands: int = field(
+      112, 'Room for the admissible commands of a state.', min=1
+  )
+  width: int = field(96, 'Width of the transformer.', min=8)
+  num_layers: int = field(2, 'Blocks of the transformer.', min=1)
+  num_heads: int = field(4, 'Query heads; they divide the width.', min=1)
+  num_kv_heads: int = field(2, 'Key and value heads.', min=1)
+  mlp_width: int = field(256, 'Inner width of the SwiGLU.', min=8)
+  constrained: bool = field(
+      True, 'Draw only tokens that continue an admissible command.'
+  )
+  temperature: float = field(1.0, 'Divides the logits.', min=0.01)
+
+  def __post_init__(self):
+    check(self)
+    if self.width % (2 * self.num_heads):
+      raise ValueError(
+          'width must be a multiple of twice num_heads, got width ='
+          f' {self.width} and num_heads = {self.num_heads}'
+      )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig(AgentConfig):
+  """One training run; None leaves a choice to the algorithm's defaults."""
+
+  # Algorithm.
+  algorithm: str = field(
+      'bpo', 'Row of the table of algorithms.', choices=algorithms.names()
+  )
+  num_backbones: int | None = field(
+      None, 'First trajectories of each task.', min=1
+  )
+  num_branch_points: int | None = field(
+      None, 'M, branch points of a tree at most.', min=0
+  )
+  group_size: int | None = field(
+      None, 'K, siblings at a branch point: K - 1 forks and what was there.',
+      min=2,
+  )
+  min_spacing: int | None = field(
+      None, 'Tokens between two branch points of a path.', min=0
+  )
+  entropy_quantile: float = field(
+      0.7,
+      'For causal branching: fork where the entropy exceeds this quantile of'
+      ' that of earlier updates.',
+      min=0.0, max=1.0,
+  )
+  lambda_: float | None = field(
+      None, 'Factor on prefix credit per action of distance.', min=0.0, max=1.0
+  )
+  prefix_credit: str | None = field(
+      None, 'Credit of what led to a branch point (bpo).'
+  )
+  root_group: bool | None = field(
+      None, 'Whether several backbones are a sibling group (bpo).'
+  )
+  node_weighting: str | None = field(
+      None, 'Weights of tree tokens: uniform or split (bpo, bpo_rb).'
+  )
+  node_values: str | None = field(
+      None, 'Return of a sibling: own, leaf_mean or split_mean (bpo, bpo_rb).'
+  )
+  incumbent: str | None = field(
+      None, 'keep or drop what a fork was compared with (bpo, bpo_rb).'
+  )
+  rho: float | None = field(
+      None, 'Trust in the siblings as a baseline (bpo_rb).', min=0.0, max=1.0
+  )
+
+  # Budget: whichever is spent first ends the run.
+  updates: int | None = field(None, 'Updates to do.', min=1)
+  budget_steps: int | None = field(None, 'Environment steps to take.', min=1)
+  budget_tokens: int | None = field(None, 'Action tokens to generate.', min=1)
+  tasks_per_update: int = field(16, 'Tasks, each a tree, per update.', min=1)
+
+  # Optimisation.
+  learning_rate: float = field(1e-3, 'Peak step size of AdamW.', min=0.0)
+  warmup: float = field(
+      0.05, 'Share of the budget over which the step size rises.',
+      min=0.0, max=0.9,
+  )
+  weight_decay: float = field(0.0, 'Decoupled weight decay.', min=0.0)
+  max_gradient_norm: float = field(1.0, 'Global norm to clip at.', min=1e-6)
+  clip_epsilon_low: float | None = field(
+      None, 'The ratio is clipped below 1 - this.', min=0.0, max=1.0
+  )
+  clip_epsilon_high: float | None = field(
+      None, 'The ratio is clipped above 1 + this.', min=0.0
+  )
+  kl_coef: float | None = field(
+      None, 'Weight of the KL term to the warm-started policy.', min=0.0
+  )
+  entropy_coef: float = field(0.0, 'Weight of the entropy bonus.', min=0.0)
+  epochs: int = field(1, 'Passes over the data of an update.', min=1)
+  max_tokens: int = field(
+      16_384, 'Tokens of a micro-batch, padding included.', min=64
+  )
+
+  # Warm start: imitation of a scripted searcher.
+  warm_start_updates: int = field(
+      60, 'Supervised updates before reinforcement learning.', min=0
+  )
+  warm_start_batch: int = field(48, 'Demonstrations per update.', min=1)
+  warm_start_learning_rate: float = field(3e-3, 'Peak step size.', min=0.0)
+  warm_start_noise: float = field(
+      0.1, "Share of the searcher's turns that explore.", min=0.0, max=1.0
+  )
+
+  # Evaluation.
+  train_split: str = field('train', 'Split to train on.')
+  eval_split: str = field('valid_unseen', 'Split to evaluate on.')
+  eval_tasks: int | None = field(None, 'Tasks of it; None for all.', min=1)
+  eval_passes: int = field(1, 'Episodes per task.', min=1)
+  eval_every: int | None = field(
+      None, 'Updates between evaluations; None for first and last only.', min=1
+  )
+
+  # The run.
+  seed: int = field(0, 'Seed of everything but the games.', min=0)
+  workdir: str | None = field(
+      None, 'Where checkpoints and metrics go; None for a new folder in runs/.'
+  )
+  resume: bool = field(
+      False, 'Go on with the run in --workdir, or start it if there is none.'
+  )
+  save_every: int = field(10, 'Updates between checkpoints.', min=1)
+  cache_dir: str | None = field(
+      None, 'Where warm starts are kept; None for ~/.cache/bpo_jax.'
+  )
+  tensorboard: bool = field(
+      True, 'Write TensorBoard files where tensorboardX is installed.'
+  )
+
+
+# What a resumed run may set anew: how long it is and how it is watched.
+MAY_CHANGE = (
+    'updates', 'budget_steps', 'budget_tokens', 'workdir', 'resume', 'data',
+    'save_every', 'cache_dir', 'tensorboard', 'eval_every', 'eval_tasks',
+    'eval_passes', 'eval_split',
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+  """An algorithm with a config's choices filled in.
+
+  Attributes:
+    num_backbones: first trajectories of each task.
+    credit: tree -> Credit.
+    plan: (tree, threshold in nats) -> BranchPlan; None where only the root
+      branches. A policy without a threshold does not look at it.
+    loss: the objective's scalars.
+  """
+
+  num_backbones: int
+  credit: Callable[[Any], bpo_types.Credit]
+  plan: Callable[[Any, Any], bpo_types.BranchPlan] | None
+  loss: learner.LossConfig
+
+
+_ESTIMATOR_OPTIONS = (
+    'lambda_', 'prefix_credit', 'root_group', 'node_weighting', 'node_values',
+    'incumbent', 'rho',
+)
+_LOSS_OPTIONS = ('clip_epsilon_low', 'clip_epsilon_high', 'kl_coef')
+
+
+def method(config: TrainConfig) -> Method:
+  """Returns the config's algorithm, its own defaults where the config has None.
+
+  Raises:
+    ValueError: if the config sets an option that the algorithm does not have.
+  """
+  algorithm = algorithms.get(config.algorithm)
+  chosen = lambda names: {
+      name: getattr(config, name)
+      for name in names if getattr(config, name) is not None
+  }
+  options = chosen(_ESTIMATOR_OPTIONS)
+  unknown = set(options) - set(inspect.signature(algorithm.estimator).parameters)
+  if unknown:
+    raise ValueError(
+        f'--{sorted(unknown)[0]} is no option of {algorithm.name}; leave it out'
+    )
+  defaults = algorithm.defaults
+  loss = {name: defaults[name] for name in _LOSS_OPTIONS}
+  num_backbones = config.num_backbones or defaults['num_backbones']
+  return Method(
+      num_backbones=num_backbones,
+      credit=lambda tree: algorithm.credit(tree, **options),
+      plan=_plan(algorithm, config, num_backbones),
+      loss=learner.LossConfig(
+          **(loss | chosen(_LOSS_OPTIONS)),
+          entropy_coef=config.entropy_coef,
+      ),
+  )
+
+
+def _plan(algorithm, config, num_backbones):
+  """Returns the branch policy with the config's choices, None without one."""
+  given = {
+      name: getattr(config, name)
+      for name in ('num_branch_points', 'group_size', 'min_spacing')
+      if getattr(config, name) is not None
+  }
+  if algorithm.branch_policy is None:
+    if given:
+      raise ValueError(
+          f'{algorithm.name} branches at the root alone; leave --{min(given)}'
+          ' out'
+      )
+    return None
+  options = dict(given)
+  if 'group_size' in options:
+    options['num_forks'] = options.pop('group_size') - 1
+  known = inspect.signature(algorithm.branch_policy).parameters
+  if 'max_per_path' in known:
+    points = given.get(
+        'num_branch_points', algorithm.defaults['num_branch_points']
+    )
+    options['max_per_path'] = -(-points // num_backbones)
+  if options.get('num_branch_points') == 0:
+    return None
+
+  def plan(tree, threshold):
+    causal = {'threshold': threshold} if 'threshold' in known else {}
+    return algorithm.plan(tree, **options, **causal)
+
+  return plan

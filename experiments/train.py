@@ -1,0 +1,418 @@
+"""Trains a policy by branching policy optimisation or a baseline.
+
+  python -m experiments.train
+  python -m experiments.train --algorithm=grpo --seed=1
+  python -m experiments.train --env=alfworld --data=DIR --algorithm=bpo_rb
+
+Warm-starts a small transformer by imitating a scripted searcher, then improves
+it on trees of its own episodes, and scores it before and after on a split that
+it never trained on. Everything a run writes is in its --workdir: checkpoints/,
+metrics.csv, tensorboard/ and result.json. A run that was killed goes on, bit
+for bit, with --resume and the same flags.
+"""
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import functools
+import json
+import pathlib
+import time
+from typing import Any
+
+from absl import flags
+from absl import logging
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bpo_jax import checkpoint
+from bpo_jax import learner
+from bpo_jax import metrics
+from bpo_jax import packing
+from bpo_jax import tree as trees
+from experiments import assembly
+from experiments import config_flags
+from experiments import configs
+from experiments import scoring
+from experiments import warm_start
+
+
+_THRESHOLD_DECAY = 0.9  # Of the running quantile of entropies, per update.
+_EVALUATION = 2**31 - 1
+
+
+@dataclasses.dataclass
+class Run:
+  """A run ready to go.
+
+  Attributes:
+    config: as the flags have it.
+    agent: the policy without its parameters.
+    method: the algorithm with the config's choices filled in.
+    train_tasks: tasks to draw from.
+    eval_tasks: tasks to score on.
+    eval_types: the type of each of these.
+    workdir: where everything goes.
+    reference: parameters of the warm-started policy.
+    state: what training has come to.
+  """
+
+  config: configs.TrainConfig
+  agent: assembly.Agent
+  method: configs.Method
+  train_tasks: Sequence[Any]
+  eval_tasks: Sequence[Any]
+  eval_types: Sequence[str]
+  workdir: pathlib.Path
+  reference: dict
+  state: learner.TrainState
+
+
+def set_up(config: configs.TrainConfig) -> Run:
+  """Returns the run that the config describes, restored if it is to go on.
+
+  Raises:
+    ValueError: if the data, a split or the workdir is not what it should be.
+    OSError: if the workdir cannot be written to.
+  """
+  workdir = make_workdir(config)
+  agent = assembly.make_agent(config)
+  train_tasks = agent.environment.tasks(config.train_split)
+  eval_tasks = agent.environment.tasks(config.eval_split)[: config.eval_tasks]
+  reference = warm_start.load(config, agent, workdir)
+  optimizer = make_optimizer(config)
+  # A copy: the update consumes the arrays of the state that it is given.
+  params = jax.tree.map(jnp.copy, reference)
+  state = learner.init_state(params, optimizer, jax.random.key(config.seed))
+  if checkpoint.latest_step(workdir / 'checkpoints') is not None:
+    state = checkpoint.restore(workdir / 'checkpoints', state).state
+    logging.info('Going on after update %d.', int(state.update))
+  return Run(
+      config=config,
+      agent=agent,
+      method=configs.method(config),
+      train_tasks=train_tasks,
+      eval_tasks=eval_tasks,
+      eval_types=scoring.task_types(agent.environment, eval_tasks),
+      workdir=workdir,
+      reference=reference,
+      state=state,
+  )
+
+
+def make_workdir(config: configs.TrainConfig) -> pathlib.Path:
+  """Returns the run's folder, refusing one that is another run's.
+
+  Raises:
+    ValueError: if there is a run in it and --resume is not given, or if that
+      run is of another config; the message says where they differ.
+  """
+  if config.workdir is None:
+    name = f'{config.env}-{config.algorithm}-{time.strftime("%Y%m%d-%H%M%S")}'
+    workdir = pathlib.Path('runs') / name
+  else:
+    workdir = pathlib.Path(config.workdir)
+  values = config_flags.to_dict(config)
+  checkpoint.check_config(workdir / 'checkpoints', values, configs.MAY_CHANGE)
+  has_run = checkpoint.latest_step(workdir / 'checkpoints') is not None
+  if has_run and not config.resume:
+    raise ValueError(
+        f'{workdir} holds a run already; pass --resume to go on with it, or'
+        ' another --workdir'
+    )
+  return workdir
+
+
+def make_optimizer(config: configs.TrainConfig):
+  """Returns the optimiser of reinforcement learning."""
+  return learner.make_optimizer(
+      learner.OptimizerConfig(
+          max_gradient_norm=config.max_gradient_norm,
+          weight_decay=config.weight_decay,
+      )
+  )
+
+
+def budget_spent(config: configs.TrainConfig, state) -> float:
+  """Returns the share of the budget that is spent, of the scarcest kind."""
+  spent = (
+      (int(state.update), config.updates),
+      (int(state.environment_steps), config.budget_steps),
+      (int(state.generated_tokens), config.budget_tokens),
+  )
+  return max(done / limit for done, limit in spent if limit is not None)
+
+
+def next_tasks(run: Run) -> list[Any]:
+  """Returns the tasks of the next update: every task once, then again.
+
+  A function of the seed and of how many tasks were seen, so that nothing but a
+  number has to be kept.
+  """
+  size, seen = len(run.train_tasks), int(run.state.tasks_seen)
+  chosen = []
+  for place in range(seen, seen + run.config.tasks_per_update):
+    epoch, offset = divmod(place, size)
+    chosen.append(run.train_tasks[int(_order(run.config.seed, epoch, size)[offset])])
+  return chosen
+
+
+@functools.lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, size: int) -> np.ndarray:
+  return np.random.default_rng([seed, epoch]).permutation(size)
+
+
+def tree_metrics(tree: trees.Tree) -> dict[str, float]:
+  """Returns what a batch of trees tells about the policy that grew it.
+
+  Success and return are those of the first trajectories alone: forks start
+  where the policy was in doubt, so they are no fair sample.
+  """
+  tree = jax.tree.map(np.asarray, tree.replace(allowed=None))
+  totals = tree.rewards.copy()
+  for node in range(1, tree.parents.shape[1]):
+    parents = np.maximum(tree.parents[:, node], 0)
+    totals[:, node] += totals[np.arange(len(totals)), parents]
+  has_child = np.zeros_like(tree.node_mask)
+  b, n = np.nonzero(tree.parents >= 0)
+  has_child[b, tree.parents[b, n]] = True
+  leaf = tree.node_mask & ~has_child
+  first = leaf & (tree.birth == 0)
+  return {
+      'success': float((totals[first] > 0.5).mean()),
+      'return': float(totals[first].mean()),
+      'tree/leaves': float(leaf.sum(axis=1).mean()),
+      'tree/nodes': float(tree.node_mask.sum(axis=1).mean()),
+      'tree/fork_success': float((totals[leaf & ~first] > 0.5).mean())
+      if (leaf & ~first).any() else float('nan'),
+      'policy/first_token_entropy': first_token_entropies(tree).mean(),
+  }
+
+
+def first_token_entropies(tree: trees.Tree) -> np.ndarray:
+  """Returns the entropy at every decision of the first trajectories, nats."""
+  decisions = np.asarray(tree.action_mask[..., 0]) & (tree.birth == 0)
+  return np.asarray(tree.entropies[..., 0])[decisions]
+
+
+class Clock:
+  """Where the seconds of an update go."""
+
+  def __init__(self):
+    self.restart()
+
+  def restart(self) -> None:
+    """Forgets the laps so far."""
+    self.laps: dict[str, float] = {}
+    self._start = self._last = time.perf_counter()
+
+  def lap(self, name: str) -> None:
+    """Puts the time since the last lap down to `name`."""
+    now = time.perf_counter()
+    self.laps[name] = now - self._last
+    self._last = now
+
+  def total(self) -> float:
+    """Returns the seconds since the start."""
+    return time.perf_counter() - self._start
+
+
+def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
+  """Yields the number and the metrics of each update until the budget is spent.
+
+  `run.state` moves on; a checkpoint is written every `save_every` updates.
+  """
+  config, agent, method = run.config, run.agent, run.method
+  update_fn = learner.make_update_fn(
+      agent.model, make_optimizer(config), learner.make_policy_loss(method.loss),
+      config.temperature,
+  )
+  reference = run.reference if method.loss.kl_coef else None
+  credit_fn = jax.jit(method.credit)
+  plan_fn = method.plan and jax.jit(method.plan)
+  clock = Clock()
+  while budget_spent(config, run.state) < 1.0:
+    clock.restart()
+    environment_seconds = agent.batched.seconds
+    state = run.state
+    branch = []
+    if plan_fn is not None:
+      branch = [lambda tree: plan_fn(bare(tree), state.branch_threshold)]
+    grown = agent.grower.grow(
+        state.params,
+        next_tasks(run),
+        jax.random.fold_in(state.rng_key, state.update),
+        method.num_backbones,
+        branch,
+    )
+    clock.lap('time/sampling')
+    clock.laps['time/environment'] = agent.batched.seconds - environment_seconds
+    rows = packing.pack(grown.tree, credit_fn(bare(grown.tree)))
+    batches = packing.micro_batches(rows, config.max_tokens)
+    clock.lap('time/packing')
+    rate = config.learning_rate * learner.warmup_cosine(
+        budget_spent(config, state), config.warmup
+    )
+    for _ in range(config.epochs):
+      state, values = update_fn(state, batches, rate, reference)
+    if not np.isfinite(values['gradient/norm']):
+      raise FloatingPointError(
+          f'the gradient of update {int(state.update)} is not finite; the last'
+          f' checkpoint in {run.workdir} is whole. Lower --learning_rate.'
+      )
+    clock.lap('time/learning')
+    run.state = count_up(config, state, grown)
+    update = int(run.state.update)
+    if update % config.save_every == 0 or budget_spent(config, run.state) >= 1:
+      save(run)
+    clock.lap('time/saving')
+    yield update, {
+        **tree_metrics(grown.tree),
+        **values,
+        'steps': grown.compute.environment_steps,
+        'tokens': grown.compute.generated_tokens,
+        'total/steps': int(run.state.environment_steps),
+        'total/tokens': int(run.state.generated_tokens),
+        'rows/trained_tokens': int(rows.action_mask.sum()),
+        'rows/computed_tokens': sum(batch.tokens.size for batch in batches),
+        'learning_rate': rate,
+        'branch_threshold': float(run.state.branch_threshold),
+        'errors': sum(n for status, n in grown.statuses.items() if status > 1),
+        **clock.laps,
+        'time/update': clock.total(),
+    }
+
+
+def bare(tree: trees.Tree) -> trees.Tree:
+  """Returns the tree without the sets of allowed tokens, which are large."""
+  return tree.replace(allowed=None)
+
+
+def count_up(config, state: learner.TrainState, grown) -> learner.TrainState:
+  """Returns the state with the update's tasks, cost and entropies counted in."""
+  quantile = np.quantile(
+      first_token_entropies(grown.tree), config.entropy_quantile
+  )
+  is_first = state.tasks_seen == 0
+  keep = jnp.where(is_first, 0.0, _THRESHOLD_DECAY)
+  return state._replace(
+      # Epochs step the optimiser several times; an update is one batch of data.
+      update=state.update - config.epochs + 1,
+      tasks_seen=state.tasks_seen + config.tasks_per_update,
+      environment_steps=state.environment_steps
+      + grown.compute.environment_steps,
+      generated_tokens=state.generated_tokens + grown.compute.generated_tokens,
+      branch_threshold=(
+          keep * state.branch_threshold + (1 - keep) * quantile
+      ).astype(jnp.float32),
+  )
+
+
+def save(run: Run) -> None:
+  """Writes a checkpoint; a full disk costs the checkpoint, not the run."""
+  try:
+    checkpoint.save(
+        run.workdir / 'checkpoints',
+        int(run.state.update),
+        run.state,
+        {'config': config_flags.to_dict(run.config)},
+    )
+  except OSError as error:
+    logging.error('%s The run goes on; the last checkpoint is whole.', error)
+
+
+def score(run: Run, label: str) -> scoring.Score:
+  """Plays the evaluation split with the policy as it is."""
+  passes = run.config.eval_passes
+
+  def progress(done: int, total: int) -> None:
+    logging.info('%s: %d of %d tasks x %d', label, done, total, passes)
+
+  return scoring.evaluate(
+      run.agent.grower, run.state.params, run.eval_tasks, run.eval_types,
+      # Not a key of training: updates are folded in from 0 up.
+      jax.random.fold_in(run.state.rng_key, _EVALUATION), passes,
+      progress=progress,
+  )
+
+
+def make_writers(run: Run) -> list[metrics.Writer]:
+  """Returns where metrics go, each continuing after the restored update."""
+  last = int(run.state.update)
+  writers = [metrics.CsvWriter(run.workdir / 'metrics.csv', last)]
+  if run.config.tensorboard:
+    try:
+      folder = run.workdir / 'tensorboard'
+      writers.append(metrics.TensorBoardWriter(folder, last))
+    except ImportError as error:
+      logging.warning('%s', error)
+  return writers
+
+
+def run_training(run: Run) -> dict[str, Any]:
+  """Trains and scores; returns what result.json holds."""
+  config = run.config
+  writers = make_writers(run)
+  start = time.perf_counter()
+  before = first_score(run)
+  print(f'warm start on {config.eval_split}: {before}', flush=True)
+  line = metrics.ProgressLine(1, int(run.state.update))
+  for update, values in train(run):
+    spent = budget_spent(config, run.state)
+    line.num_updates = max(update, round(update / min(spent, 1.0)))
+    line.write(
+        update, values['success'], values['return'], values['tokens'],
+        values['steps'],
+    )
+    if config.eval_every and update % config.eval_every == 0 and spent < 1:
+      values['eval/success'] = score(run, f'update {update}').success
+    for writer in writers:
+      writer.write(update, values)
+  line.close()
+  after = score(run, 'last update')
+  for writer in writers:
+    writer.close()
+  print(f'trained on {config.eval_split}: {after}\n')
+  print(scoring.comparison({'warm start': before, config.algorithm: after}))
+  result = {
+      'config': config_flags.to_dict(config),
+      'updates': int(run.state.update),
+      'steps': int(run.state.environment_steps),
+      'tokens': int(run.state.generated_tokens),
+      'seconds': time.perf_counter() - start,
+      'before': scoring.to_dict(before),
+      'after': scoring.to_dict(after),
+  }
+  (run.workdir / 'result.json').write_text(json.dumps(result, indent=2) + '\n')
+  print(f'\nEverything is in {run.workdir}')
+  return result
+
+
+def first_score(run: Run) -> scoring.Score:
+  """Returns the warm-started policy's score, from its key alone."""
+  state = run.state
+  run.state = state._replace(params=run.reference)
+  try:
+    return score(run, 'warm start')
+  finally:
+    run.state = state
+
+
+def main(argv: Sequence[str]) -> None:
+  del argv
+  logging.set_verbosity(logging.INFO)
+  config = config_flags.read(configs.TrainConfig)
+  assembly.use_compilation_cache(config)
+  try:
+    run = set_up(config)
+  except (ValueError, OSError) as error:
+    raise flags.IllegalFlagValueError(str(error)) from error
+  try:
+    run_training(run)
+  finally:
+    run.agent.close()
+
+
+if __name__ == '__main__':
+  config_flags.define(configs.TrainConfig)
+  config_flags.run(main)

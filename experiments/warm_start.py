@@ -1,0 +1,243 @@
+"""Supervised training on a scripted searcher's episodes, kept for reuse.
+
+The searcher acts on what an agent can see, so that every demonstration is one
+that the policy could have given. Only episodes that it won are imitated.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+import dataclasses
+import hashlib
+import itertools
+import json
+import pathlib
+from typing import Any
+
+from absl import logging
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bpo_jax import checkpoint
+from bpo_jax import learner
+from bpo_jax import packing
+from bpo_jax import sampling
+from bpo_jax import tree as trees
+from bpo_jax import types
+from bpo_jax import version
+from bpo_jax.models import transformer
+from environments.alfworld import expert as experts
+from experiments import assembly
+from experiments import configs
+
+_FITTED_GAMES = 300  # Enough to know where things usually lie.
+_DECISION_BUCKET = 512  # Actions; bounds how many shapes are compiled.
+
+
+def make_expert(agent: assembly.Agent, noise: float) -> experts.Expert:
+  """Returns a searcher that knows the training games' usual places."""
+  tasks = agent.environment.tasks('train')
+  stride = max(1, len(tasks) // _FITTED_GAMES)
+  some = itertools.islice(tasks[::stride], _FITTED_GAMES)
+  games = (agent.environment.game(task.id) for task in some)
+  return experts.Expert(experts.fit(games), noise)
+
+
+def demonstrate(
+    agent: assembly.Agent,
+    expert: experts.Expert,
+    tasks: Sequence[Any],
+    rng: np.random.Generator,
+    max_turns: int,
+) -> trees.Tree:
+  """Returns the searcher's won episodes on `tasks`, a chain each.
+
+  Args:
+    agent: gives environment, phrasebook and tokenizer.
+    expert: the searcher.
+    tasks: tasks to play.
+    rng: breaks ties and makes noise.
+    max_turns: episodes that take longer are dropped.
+  """
+  codec, encode = agent.batched.codec, agent.tokenizer.encode
+  episodes, commands, actions = [], [], []
+  for task in tasks:
+    turns, last = expert.play(agent.environment, task, rng, max_turns)
+    if not last.terminal or last.reward <= 0:
+      continue
+    episodes.append((turns, last))
+    for timestep, command in turns:
+      words = agent.phrasebook.action(command, timestep.available)
+      commands.append(codec.encode_commands(timestep.available))
+      actions.append(encode(words))
+  if not episodes:
+    raise ValueError(
+        f'the searcher won none of {len(tasks)} games within {max_turns} turns;'
+        ' raise --max_turns or lower --warm_start_noise'
+    )
+  allowed = _allowed(commands, actions, agent.model.config.vocab_size)
+  decisions = iter(zip(actions, allowed))
+  return trees.stack(
+      [_chain(codec, turns, last, decisions) for turns, last in episodes]
+  )
+
+
+def _allowed(commands, actions, vocab_size: int) -> np.ndarray:
+  """Returns [len(actions), U, W] uint32 for lists of both."""
+  length = commands[0].shape[1]
+  tokens = np.array([a + [0] * (length - len(a)) for a in actions], np.int32)
+  padding = -len(tokens) % _DECISION_BUCKET
+  widen = lambda x: np.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1))
+  bits = _allowed_sets(widen(np.stack(commands)), widen(tokens), vocab_size)
+  return np.asarray(bits)[: len(tokens)]
+
+
+_allowed_sets = jax.jit(sampling.allowed_sets, static_argnums=2)
+
+
+def _chain(codec, turns, last, decisions) -> trees.TreeBuilder:
+  """Lays one episode down as a chain of nodes."""
+  builder = trees.TreeBuilder()
+  node = builder.add(types.NO_PARENT, codec.encode_prompt(turns[0][0]))
+  following = [timestep for timestep, _ in turns[1:]] + [last]
+  for (_, command), timestep in zip(turns, following):
+    action, allowed = next(decisions)
+    shown = []
+    if not timestep.done:
+      padded, length = codec.encode_observation(timestep, command)
+      shown = padded[:length].tolist()
+    count = len(action)
+    node = builder.add(
+        node,
+        action + shown,
+        action_mask=np.arange(count + len(shown)) < count,
+        behaviour_log_probs=np.zeros(count + len(shown)),
+        allowed=np.pad(allowed[:count], ((0, len(shown)), (0, 0))),
+        reward=timestep.reward,
+        terminal=timestep.terminal,
+    )
+  return builder
+
+
+def imitation(tree: trees.Tree) -> types.Credit:
+  """Returns credit under which every action token counts alike."""
+  ones = jnp.asarray(tree.action_mask, jnp.float32)
+  return types.Credit(advantages=ones, weights=ones)
+
+
+def _demonstrations(
+    agent: assembly.Agent, config: configs.TrainConfig
+) -> Iterator[trees.Tree]:
+  """Yields a batch of demonstrations per update, one batch ahead of time."""
+  expert = make_expert(agent, config.warm_start_noise)
+  tasks = agent.environment.tasks('train')
+  rng = np.random.default_rng([config.seed, 1])
+  order = rng.permutation(min(len(tasks), config.warm_start_updates * config.warm_start_batch))
+  stream = itertools.cycle(order)
+
+  def batch():
+    chosen = [tasks[int(i)] for i in itertools.islice(stream, config.warm_start_batch)]
+    return demonstrate(agent, expert, chosen, rng, agent.grower.max_turns)
+
+  with futures.ThreadPoolExecutor(1) as pool:
+    ahead = pool.submit(batch)
+    for _ in range(config.warm_start_updates):
+      tree = ahead.result()
+      ahead = pool.submit(batch)
+      yield tree
+
+
+def train(
+    agent: assembly.Agent,
+    params: dict,
+    config: configs.TrainConfig,
+    progress: Callable[[int, int, float], None],
+) -> dict:
+  """Returns parameters trained to imitate the searcher.
+
+  Args:
+    agent: the policy's network and its environment.
+    params: where to start; consumed.
+    config: how much and how fast, and the seed of the games' order and of the
+      searcher's noise.
+    progress: called with updates done, in all, and nats per action token.
+  """
+  optimizer = learner.make_optimizer(learner.OptimizerConfig())
+  update_fn = learner.make_update_fn(
+      agent.model, optimizer, learner.imitation_loss
+  )
+  state = learner.init_state(params, optimizer, jax.random.key(config.seed))
+  batches = _demonstrations(agent, config)
+  for update, tree in enumerate(batches, start=1):
+    rows = packing.pack(tree, imitation(tree))
+    rate = learner.warmup_cosine(update / config.warm_start_updates, warmup=0.1)
+    state, metrics = update_fn(
+        state,
+        packing.micro_batches(rows, config.max_tokens),
+        config.warm_start_learning_rate * rate,
+    )
+    progress(update, config.warm_start_updates, metrics['loss/imitation'])
+  return state.params
+
+
+def load(
+    config: configs.TrainConfig,
+    agent: assembly.Agent,
+    workdir: pathlib.Path,
+) -> dict:
+  """Returns the warm-started parameters of a run, kept in its workdir.
+
+  They are made once for all runs that agree on what they depend on.
+  """
+  params = transformer.init_params(
+      agent.model.config, jax.random.key(config.seed)
+  )
+
+  def make():
+    copy = jax.tree.map(jnp.copy, params)  # Training consumes what it gets.
+    return train(agent, copy, config, _report)
+
+  shared = assembly.cache_dir(config) / 'warm_start'
+  shared = shared / fingerprint(config, agent)
+  mine = workdir / 'warm_start'
+  return cached(mine, params, lambda: cached(shared, params, make))
+
+
+def _report(update: int, num_updates: int, loss: float) -> None:
+  if update % 10 == 0 or update == num_updates:
+    logging.info(
+        'warm start: update %d of %d, %.3f nats per action token',
+        update, num_updates, loss,
+    )
+
+
+def fingerprint(config: configs.TrainConfig, agent: assembly.Agent) -> str:
+  """Returns a name for all that a warm start depends on."""
+  names = [field.name for field in dataclasses.fields(configs.AgentConfig)]
+  names += [n for n in dir(config) if n.startswith('warm_start_')]
+  facts = {name: getattr(config, name) for name in (*names, 'seed')}
+  facts['vocabulary'] = agent.tokenizer.fingerprint()
+  facts['version'] = version.__version__
+  text = json.dumps(facts, sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def cached(
+    directory: pathlib.Path, params: dict, make: Callable[[], dict]
+) -> dict:
+  """Returns the parameters kept in `directory`, made and kept if there are none.
+
+  A spoilt or half-written cache is made anew, and a full disk costs the cache
+  alone, not the run.
+  """
+  if checkpoint.latest_step(directory) is not None:
+    try:
+      return checkpoint.restore(directory, params).state
+    except (OSError, ValueError) as error:
+      logging.warning('The kept warm start is of no use: %s', error)
+  params = make()
+  try:
+    checkpoint.save(directory, 0, params)
+  except OSError as error:
+    logging.warning('The warm start could not be kept: %s', error)
+  return params

@@ -1,0 +1,233 @@
+"""Tests of configs' machinery and of the flags made from it."""
+
+import dataclasses
+import enum
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+from typing import Literal
+
+from absl import flags
+from experiments import config_flags
+from experiments import configs
+import pytest
+
+_REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+field = configs.field
+
+
+class _Device(enum.Enum):
+  CPU = 1
+  GPU = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class _Optimiser:
+  learning_rate: float = field(1e-3, 'Step size.', min=0.0, max=1.0)
+  clip: float | None = field(None, 'Largest gradient norm.', min=0.0)
+  __post_init__ = configs.check
+
+
+@dataclasses.dataclass(frozen=True)
+class _Config:
+  env: str = field('alfworld', 'Which environment.')
+  algorithm: str = field('bpo', 'Which row.', choices=('bpo', 'grpo'))
+  seed: int = field(0, 'Seed.', min=0)
+  shuffle: bool = field(True, 'Whether to shuffle.')
+  dtype: Literal['float32', 'bfloat16'] = field('float32', 'Of activations.')
+  device: _Device = field(_Device.CPU, 'Where.')
+  width: int | None = field(None, 'The model width; none: by the model.')
+  layers: tuple[int, ...] = field((2, 3), 'Sizes.', min=1)
+  span: tuple[int, float] = field((1, 0.5), 'A pair.')
+  names: tuple[str, ...] = field((), 'Names.')
+  optimiser: _Optimiser = field(_Optimiser(), 'The optimiser.')
+
+  def __post_init__(self):
+    configs.check(self)
+    if self.env == 'alfworld' and self.seed == 13:
+      raise ValueError('seed 13 brings alfworld bad luck.')
+
+
+def _parse(*arguments, config_class=_Config, prefix=''):
+  flag_values = flags.FlagValues()
+  config_flags.define(config_class, prefix, flag_values)
+  config_flags.parse(['binary', *arguments], flag_values)
+  return config_flags.read(config_class, prefix, flag_values)
+
+
+def test_defaults_are_the_config_s_own():
+  assert _parse() == _Config()
+
+
+@pytest.mark.parametrize('argument, name, value', [
+    ('--env=webshop', 'env', 'webshop'),
+    ('--env=', 'env', ''),
+    ('--algorithm=grpo', 'algorithm', 'grpo'),
+    ('--seed=7', 'seed', 7),
+    ('--noshuffle', 'shuffle', False),
+    ('--shuffle=false', 'shuffle', False),
+    ('--shuffle', 'shuffle', True),
+    ('--dtype=bfloat16', 'dtype', 'bfloat16'),
+    ('--device=gpu', 'device', _Device.GPU),
+    ('--width=64', 'width', 64),
+    ('--width=none', 'width', None),
+    ('--layers=4', 'layers', (4,)),
+    ('--layers=4, 5,6', 'layers', (4, 5, 6)),
+    ('--layers=', 'layers', ()),
+    ('--span=3,0.25', 'span', (3, 0.25)),
+    ('--names=a,b', 'names', ('a', 'b')),
+    ('--optimiser.learning_rate=0.5', 'optimiser', _Optimiser(0.5)),
+    ('--optimiser.clip=1', 'optimiser', _Optimiser(clip=1.0)),
+])
+def test_values(argument, name, value):
+  config = _parse(argument)
+  assert getattr(config, name) == value
+  assert config == dataclasses.replace(_Config(), **{name: value})
+
+
+@pytest.mark.parametrize('argument, words', [
+    ('--seed=abc', ['seed=abc', 'expected int', "got 'abc'"]),
+    ('--seed=1.5', ['seed=1.5', 'expected int']),
+    ('--seed=-1', ['seed=-1', 'at least 0', 'got -1']),
+    ('--seed', ['Missing value', '--seed']),
+    ('--shuffle=maybe', ['shuffle=maybe', 'true or false']),
+    ('--dtype=float16', ['dtype', 'one of float32, bfloat16']),
+    ('--device=tpu', ['device', 'one of cpu, gpu']),
+    ('--algorithm=gprpo', ['one of bpo, grpo', 'Did you mean grpo']),
+    ('--layers=1,x', ['layers', 'int values', "'x'"]),
+    ('--layers=2,0', ['layers', 'at least 1', 'got 0']),
+    ('--span=1', ['span', 'int,float']),
+    ('--optimiser.learning_rate=2', ['optimiser.learning_rate', 'at most 1']),
+    ('--optimiser.learning_rate=nan', ['optimiser.learning_rate', 'nan']),
+    ('--optimiser.learning_rte=1', ['learning_rte', 'optimiser.learning_rate']),
+    ('--learning_rte=1', ['learning_rte', 'optimiser.learning_rate']),
+    ('--learning_rate=1', ['learning_rate', 'optimiser.learning_rate']),
+    ('--sead=1', ['sead', 'Did you mean seed']),
+    ('--nosead', ['nosead']),
+    ('--noseed', ['noseed', 'give it a value']),
+    ('--zzzzz=1', ['zzzzz', '--help']),
+    ('seed=1', ["'seed=1'", '--name=value', 'seed']),
+])
+def test_wrong_flags_are_one_clear_line(argument, words, capsys):
+  with pytest.raises(SystemExit) as status:
+    _parse(argument)
+  shown = capsys.readouterr()
+  assert status.value.code == 2
+  assert shown.err.startswith('error: ') and shown.err.count('\n') == 1
+  assert not shown.out
+  for word in words:
+    assert word in shown.err, shown.err
+
+
+def test_prefix_and_required():
+  @dataclasses.dataclass(frozen=True)
+  class Eval:
+    workdir: str = field(help='Where the run is.')
+    games: int = field(5, 'How many.')
+
+  config = _parse('--eval_workdir=x', config_class=Eval, prefix='eval_')
+  assert config == Eval('x', 5)
+  with pytest.raises(SystemExit):
+    _parse(config_class=Eval)
+
+
+def test_a_bad_default_is_found_at_once():
+  @dataclasses.dataclass(frozen=True)
+  class Bad:
+    rate: float = field(2.0, 'A rate.', max=1.0)
+
+  with pytest.raises(ValueError, match='default of .*rate=2.0: .*at most 1.0'):
+    config_flags.define(Bad, flag_values=flags.FlagValues())
+
+
+@pytest.mark.parametrize('values, match', [
+    ({'seed': True}, '_Config.seed: expected int, got True'),
+    ({'seed': -1}, '_Config.seed: expected at least 0'),
+    ({'env': None}, '_Config.env: expected text, got None'),
+    ({'layers': [2]}, r'_Config.layers: .*got \[2\]'),
+    ({'span': (1, 2, 3)}, '_Config.span: expected int,float'),
+    ({'optimiser': None}, '_Config.optimiser'),
+])
+def test_a_config_checks_itself(values, match):
+  with pytest.raises(ValueError, match=match):
+    _Config(**values)
+
+
+def test_dict_round_trip_keeps_the_order():
+  config = _parse('--device=gpu', '--layers=7', '--optimiser.clip=2')
+  plain = config_flags.to_dict(config)
+  assert list(plain) == [spec.name for spec in dataclasses.fields(_Config)]
+  assert list(plain['optimiser']) == ['learning_rate', 'clip']
+  again = config_flags.from_dict(_Config, json.loads(json.dumps(plain)))
+  assert again == config
+
+
+@pytest.mark.parametrize('values, match', [
+    ({'sede': 1}, 'no field sede. Did you mean seed'),
+    ({'seed': 'x'}, "seed: expected int, got 'x'"),
+    ({'span': [1, 2.0, 3]}, 'span: expected int,float'),
+    ({'device': 'tpu'}, 'device: expected one of cpu, gpu'),
+    ({'optimiser': {'rate': 1}}, '_Optimiser has no field rate'),
+])
+def test_from_dict_refuses(values, match):
+  with pytest.raises(ValueError, match=match):
+    config_flags.from_dict(_Config, values)
+
+
+def test_diff_names_only_what_differs():
+  old, new = _Config(), _parse('--seed=3', '--optimiser.learning_rate=0.1',
+                               '--device=gpu')
+  assert config_flags.diff(old, new) == {
+      'seed': (0, 3), 'device': ('cpu', 'gpu'),
+      'optimiser.learning_rate': (1e-3, 0.1)}
+  assert not config_flags.diff(old, _Config())
+  with pytest.raises(ValueError, match='_Config with _Optimiser'):
+    config_flags.diff(old, old.optimiser)
+
+
+_BINARY = textwrap.dedent('''
+    """A binary for the test."""
+    import dataclasses
+    from experiments import config_flags
+    from experiments import configs
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+      learning_rate: float = configs.field(0.1, 'Step size.', min=0.0)
+      updates: int = configs.field(3, 'How many.')
+
+      def __post_init__(self):
+        configs.check(self)
+        if self.updates == 13:
+          raise ValueError('13 updates with this rate diverge.')
+
+    def main(_):
+      print(config_flags.read(Config))
+
+    config_flags.define(Config)
+    if __name__ == '__main__':
+      config_flags.run(main)
+''')
+
+
+def test_as_a_binary(tmp_path):
+  path = tmp_path / 'binary.py'
+  path.write_text(_BINARY)
+
+  def run(*arguments):
+    done = subprocess.run(
+        [sys.executable, path, *arguments], capture_output=True, text=True,
+        env=os.environ | {'PYTHONPATH': str(_REPOSITORY)}, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+  assert run('--learning_rate=0.5') == (
+      0, 'Config(learning_rate=0.5, updates=3)\n', '')
+  status, _, error = run('--learning_rte=1')
+  assert status == 2 and error.count('\n') == 1 and 'learning_rate' in error
+  status, _, error = run('--updates=13')
+  assert (status, error) == (2, 'error: 13 updates with this rate diverge.\n')
+  _, text, _ = run('--help')
+  assert 'learning_rate' in text and 'Step size. (at least 0.0)' in text

@@ -1,0 +1,243 @@
+"""tree: views equal to the oracle, a builder that splits, checks that bite."""
+
+import builders
+import jax
+import numpy as np
+import oracles
+import pytest
+
+from bpo_jax import tree as tree_lib
+from bpo_jax import walks
+
+_SEEDS = range(10)
+
+_VIEWS = {
+    'depth': (tree_lib.depth, lambda node: len(node.path) - 1),
+    'num_children': (tree_lib.num_children, lambda node: len(node.children)),
+    'is_leaf': (tree_lib.is_leaf, lambda node: not node.children),
+    'num_leaves': (tree_lib.num_leaves, lambda node: len(node.leaves)),
+    'in_group': (tree_lib.in_group, lambda node: bool(node.siblings)),
+    'is_first_child': (
+        tree_lib.is_first_child,
+        lambda node: bool(node.parent) and node.parent.heir is node),
+    'num_tokens': (tree_lib.num_tokens, lambda node: node.length),
+    'tokens_above': (
+        tree_lib.tokens_above,
+        lambda node: sum(n.length for n in node.path[:-1])),
+}
+
+
+@pytest.mark.parametrize('seed', _SEEDS)
+@pytest.mark.parametrize('name', _VIEWS)
+def test_views(seed, name):
+  tree = builders.random_trees(seed)
+  view, oracle = _VIEWS[name]
+  np.testing.assert_array_equal(
+      jax.jit(view)(tree), oracles.per_node(tree, oracle))
+
+
+@pytest.mark.parametrize('seed', _SEEDS)
+def test_index_views(seed):
+  tree = builders.random_trees(seed)
+  first = np.asarray(tree_lib.first_child(tree))
+  action = np.asarray(tree_lib.first_action_index(tree))
+  for b, root in enumerate(oracles.roots(tree)):
+    for node in oracles.walk(root):
+      heir = node.heir.index if node.children else -1
+      assert first[b, node.index] == heir
+      start = node.mask.index(True) if True in node.mask else -1
+      assert action[b, node.index] == start
+
+
+@pytest.mark.parametrize('seed', _SEEDS)
+def test_nearest_above_and_preorder(seed):
+  tree = builders.random_trees(seed)
+  marked = np.random.default_rng(seed).random(tree.parents.shape) < 0.3
+  marked &= tree.node_mask
+  nearest = np.asarray(walks.nearest_above(marked, tree.parents))
+  enter, end = map(np.asarray, walks.preorder(tree.parents, tree.node_mask))
+  for b, root in enumerate(oracles.roots(tree)):
+    nodes = list(oracles.walk(root))
+    for node in nodes:
+      above = [n.index for n in node.path if marked[b, n.index]]
+      assert nearest[b, node.index] == (above or [-1])[-1]
+      below = {n.index for n in nodes if enter[b, node.index]
+               <= enter[b, n.index] < end[b, node.index]}
+      assert below == {n.index for n in oracles.walk(node)}
+
+
+def _chain():
+  builder = tree_lib.TreeBuilder()
+  root = builder.add(-1, [10, 11])
+  a = builder.add(root, [1, 2, 3, 4], action_mask=[True, True, False, True],
+                  behaviour_log_probs=[-1, -2, np.nan, -4],
+                  entropies=[.1, .2, .3, .4], reward=3.0, anchor=7)
+  b = builder.add(a, [5], terminal=True, reward=1.0)
+  return builder, root, a, b
+
+
+def test_build_records_what_was_added():
+  builder, _, _, _ = _chain()
+  tree = builder.build()
+  np.testing.assert_array_equal(tree.parents, [-1, 0, 1])
+  np.testing.assert_array_equal(
+      tree.tokens, [[10, 11, 0, 0], [1, 2, 3, 4], [5, 0, 0, 0]])
+  np.testing.assert_array_equal(
+      tree.behaviour_log_probs[1], np.float32([-1, -2, 0, -4]))
+  np.testing.assert_array_equal(
+      tree.entropies[1], np.float32([.1, .2, 0, .4]))
+  np.testing.assert_array_equal(tree.rewards, [0, 3, 1])
+  np.testing.assert_array_equal(tree.terminal, [False, False, True])
+  np.testing.assert_array_equal(tree.anchor, [-1, 7, -1])
+  assert tree.allowed is None
+
+
+@pytest.mark.parametrize('offset', [1, 2, 3])
+def test_split_keeps_every_path(offset):
+  builder, root, a, b = _chain()
+  head = builder.split(a, offset)
+  fork = builders.add_action(builder, head, birth=1, terminal=True)
+  tree = tree_lib.stack([builder])
+  tree.validate()
+  index = {name: builder.index(handle) for name, handle in
+           dict(root=root, head=head, a=a, b=b, fork=fork).items()}
+  parents = tree.parents[0]
+  assert parents[index['a']] == parents[index['fork']] == index['head']
+  assert parents[index['head']] == index['root']
+  assert parents[index['b']] == index['a']
+  tokens = [int(t) for name in ('root', 'head', 'a', 'b')
+            for t in tree.tokens[0, index[name]][
+                tree.token_mask[0, index[name]]]]
+  assert tokens == [10, 11, 1, 2, 3, 4, 5]
+  assert tree.rewards[0, index['head']] == 0
+  assert tree.rewards[0, index['a']] == 3
+
+
+def test_split_shares_out_the_reward():
+  builder, _, a, _ = _chain()
+  head = builder.split(a, 2, head_reward=0.5)
+  rewards = builder.build().rewards
+  assert rewards[builder.index(head)] == 0.5
+  assert rewards[builder.index(a)] == 2.5
+
+
+@pytest.mark.parametrize('offset', [-1, 0, 4])
+def test_split_refuses_an_empty_part(offset):
+  builder, _, a, _ = _chain()
+  with pytest.raises(ValueError, match='0 < offset < 4'):
+    builder.split(a, offset)
+
+
+def test_fork_points_resolve_a_plan_of_one_node():
+  builder, root, a, _ = _chain()
+  points = builder.fork_points([1, -1, 1, 1], [3, 0, 0, 1])
+  assert points[1] == -1 and points[2] == root
+  late, early = points[0], points[3]
+  tree = builder.build()
+  lengths = tree.token_mask.sum(-1)
+  np.testing.assert_array_equal(lengths, [2, 1, 2, 1, 1])
+  chain = [root, early, late, a]
+  assert [builder.index(h) for h in chain] == [0, 1, 2, 3]
+  np.testing.assert_array_equal(tree.parents, [-1, 0, 1, 2, 3])
+
+
+@pytest.mark.parametrize('kwargs, message', [
+    (dict(parent=9, tokens=[1]), 'handle from 0 to 2, got 9'),
+    (dict(parent=-1, tokens=[1]), 'handle from 0 to 2, got -1'),
+    (dict(parent=2, tokens=[1]), 'terminal or truncated'),
+    (dict(parent=1, tokens=[1, 2], action_mask=[True]), '2 entries'),
+    (dict(parent=1, tokens=[1], action_mask=[True]), 'got None'),
+    (dict(parent=1, tokens=[1], action_mask=[True],
+          behaviour_log_probs=[np.nan]), 'finite'),
+    (dict(parent=1, tokens=[1], reward=np.inf), 'finite'),
+    (dict(parent=1, tokens=[1], allowed=np.zeros((2, 1))), r'\[1, W\]'),
+])
+def test_add_refuses(kwargs, message):
+  builder, _, _, _ = _chain()
+  with pytest.raises(ValueError, match=message):
+    builder.add(**kwargs)
+
+
+def test_the_root_comes_first():
+  with pytest.raises(ValueError, match='NO_PARENT'):
+    tree_lib.TreeBuilder().add(0, [1])
+  with pytest.raises(ValueError, match='root'):
+    tree_lib.TreeBuilder().build()
+
+
+def test_stack_buckets_and_pads():
+  small, large = tree_lib.TreeBuilder(), tree_lib.TreeBuilder()
+  small.add(-1, [1])
+  large.add(-1, range(9))
+  tree = tree_lib.stack([small, large], num_trees=3)
+  assert tree.tokens.shape == (3, 8, 16)
+  tree.validate()
+  assert tree_lib.stack([small, large], bucket=0).tokens.shape == (2, 1, 9)
+  exact = tree_lib.stack([small], num_nodes=2, num_tokens=3)
+  assert exact.tokens.shape == (1, 2, 3)
+  with pytest.raises(ValueError, match='num_tokens: expected at least 9'):
+    tree_lib.stack([large], num_tokens=4)
+  with pytest.raises(ValueError, match='got none'):
+    tree_lib.stack([])
+
+
+def test_allowed_is_kept_and_padded_with_all_tokens():
+  builder = tree_lib.TreeBuilder()
+  builder.add(-1, [1, 2], allowed=[[1, 0], [2, 5]])
+  builder.add(0, [3])
+  tree = tree_lib.stack([builder], num_nodes=2, num_tokens=3)
+  tree.validate()
+  np.testing.assert_array_equal(tree.allowed[0, 0, :2], [[1, 0], [2, 5]])
+  everything = 0xFFFFFFFF
+  assert (tree.allowed[0, 0, 2:] == everything).all()
+  assert (tree.allowed[0, 1] == everything).all()
+
+
+def _broken(name, index, value):
+  builder, _, _, _ = _chain()
+  tree = tree_lib.stack([builder])
+  field = getattr(tree, name).copy()
+  field[index] = value
+  return tree.replace(**{name: field})
+
+
+@pytest.mark.parametrize('name, index, value, message', [
+    ('parents', (0, 2), 2, 'below'),
+    ('parents', (0, 1), -7, 'index from 0'),
+    ('parents', (0, 2), -1, 'root at node 0 alone'),
+    ('parents', (0, 5), 0, 'on padding'),
+    ('node_mask', (0, 0), False, 'a root at node 0|on padding'),
+    ('node_mask', (0, 1), False, 'on padding'),
+    ('terminal', (0, 1), True, 'no child of a terminal'),
+    ('truncated', (0, 0), True, 'no child of a terminal'),
+    ('token_mask', (0, 1, 1), False, 'prefix'),
+    ('token_mask', (0, 5, 0), True, 'padding nodes'),
+    ('action_mask', (0, 1, 6), True, 'subset'),
+    ('behaviour_log_probs', (0, 1, 0), np.nan, 'tree 0, node 1, token 0'),
+    ('entropies', (0, 1, 0), np.inf, 'finite'),
+    ('rewards', (0, 1), np.nan, 'tree 0, node 1'),
+    ('birth', (0, 1), -1, '0 or more'),
+])
+def test_validate_bites(name, index, value, message):
+  with pytest.raises(ValueError, match=message):
+    _broken(name, index, value).validate()
+
+
+def test_validate_checks_shapes_and_dtypes():
+  tree = builders.random_trees(0)
+  with pytest.raises(ValueError, match='rewards: expected dtype float32'):
+    tree.replace(rewards=tree.rewards.astype(np.float64)).validate()
+  with pytest.raises(ValueError, match='birth: expected shape'):
+    tree.replace(birth=tree.birth[:, :-1]).validate()
+  with pytest.raises(ValueError, match=r'\[B, N, T\]'):
+    tree.replace(tokens=tree.tokens[0]).validate()
+
+
+def test_siblings_share_no_list():
+  builder, tokens = tree_lib.TreeBuilder(), np.array([1, 2])
+  root = builder.add(-1, tokens)
+  builder.add(root, tokens)
+  tokens[:] = 9
+  built = builder.build()
+  built.tokens[0] = 8
+  np.testing.assert_array_equal(builder.build().tokens, [[1, 2], [1, 2]])
