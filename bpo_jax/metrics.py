@@ -204,6 +204,10 @@ class ProgressLine:
 
   On a terminal the line is rewritten in place; elsewhere, such as in a log
   file, a new line comes every `interval` seconds and after the last update.
+
+  Attributes:
+    num_updates: updates of the whole run; may be set anew as a run with another
+      budget learns how far that will go.
   """
 
   def __init__(
@@ -223,7 +227,7 @@ class ProgressLine:
       interval: least seconds between lines off a terminal.
       clock: gives seconds.
     """
-    self._num_updates = num_updates
+    self.num_updates = num_updates
     self._stream = sys.stderr if stream is None else stream
     self._interval = interval
     self._clock = clock
@@ -256,7 +260,7 @@ class ProgressLine:
     )
     self._history.append(now)
     is_due = now.seconds - self._last_shown >= self._interval
-    if self._is_terminal or is_due or update >= self._num_updates:
+    if self._is_terminal or is_due or update >= self.num_updates:
       self._last_shown = now.seconds
       self._show(self._text(success, mean_return))
 
@@ -269,10 +273,10 @@ class ProgressLine:
   def _text(self, success: float, mean_return: float) -> str:
     first, now = self._history[0], self._history[-1]
     seconds = max(now.seconds - first.seconds, 1e-9)
-    updates_left = max(self._num_updates - now.update, 0)
+    updates_left = max(self.num_updates - now.update, 0)
     left = updates_left * seconds / max(now.update - first.update, 1)
     return (
-        f'update {now.update}/{self._num_updates}  success {success:.1%}  '
+        f'update {now.update}/{self.num_updates}  success {success:.1%}  '
         f'return {mean_return:.3f}  '
         f'{(now.tokens - first.tokens) / seconds:,.0f} tokens/s  '
         f'{(now.steps - first.steps) / seconds:,.0f} steps/s  '

@@ -20,8 +20,8 @@ from bpo_jax import types
 from bpo_jax.models import transformer
 
 _PROMPT_BUCKET = 16  # Tokens; bounds how many prefill shapes are compiled.
-_CACHE_BUCKET = 128  # Tokens a cache grows by.
-_MIN_ROWS = 16
+_CACHE_BUCKET = 256  # Tokens a cache grows by.
+_MIN_ROWS = 16  # As for tokens: few shapes beat little padding.
 
 
 class Compute(NamedTuple):
@@ -68,6 +68,14 @@ def row_bucket(count: int) -> int:
   while size < count:
     size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
   return size
+
+
+def shrunk_bucket(count: int) -> int:
+  """Returns the least of 16, 32, 64, .. that holds `count` rows.
+
+  Coarser than `row_bucket`: a batch that shrinks passes through every size.
+  """
+  return max(_MIN_ROWS, 1 << (int(count) - 1).bit_length())
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -144,9 +152,9 @@ class Grower:
     self.turn_length = self.chunk + sampler.action_length
     self.prefill = jax.jit(sampling.make_prefill(model), donate_argnums=1)
     # The rows are donated: a turn writes the cache where it lies.
-    self.turn = jax.jit(
-        sampling.make_turn(model, sampler, environment.step, max_turns),
-        donate_argnums=1,
+    self.act = jax.jit(sampling.make_act(model, sampler), donate_argnums=1)
+    self.advance = jax.jit(
+        sampling.make_advance(environment.step, max_turns), donate_argnums=0
     )
 
   def grow(
@@ -276,15 +284,16 @@ class _Growth:
     while True:
       rows = self._make_room(rows)
       before = _to_host(rows)
-      rows, *drawn = self._grower.turn(self._params, rows)
-      actions, result = jax.device_get(drawn)
-      self._grower.environment.raise_pending()
+      rows, actions = self._grower.act(self._params, rows)
+      rows, result = self._grower.advance(rows, actions)
+      actions, result = jax.device_get((actions, result))
       self._record(before, actions, result, leaves, birth)
+      self._grower.environment.raise_pending()
       active = np.array(rows.active)
       if not active.any():
         break
-      num_rows = row_bucket(active.sum())
-      if num_rows <= len(active) // 2:
+      num_rows = shrunk_bucket(active.sum())
+      if num_rows < len(active):
         if not is_last:
           self._archive.add(rows.cache, [leaf.number for leaf in leaves])
         rows, leaves = _close_ranks(rows, leaves, active, num_rows)

@@ -1,9 +1,9 @@
 """One turn of many episodes at once: read the observation, draw an action.
 
-A turn is one jitted call with a donated state. It feeds the tokens that the
-environment added since the last turn, draws an action token by token, writes
-all their keys and values to the cache in one scatter, and steps the sandboxes
-through the one host callback. Rows are ragged: each has its own write index, so
+`act` is one jitted call a turn with a donated state. It feeds the tokens that the
+environment added since the last turn, draws an action token by token, and
+writes all their keys and values to the cache in one scatter; `advance` then
+steps the sandboxes through the one host callback. Rows are ragged: each has its own write index, so
 padding never reaches a cache, and a fork is a copy of its parent's row.
 """
 
@@ -104,6 +104,51 @@ def token_distribution(
   if allowed is not None:
     weighted = jnp.where(allowed, weighted, 0.0)
   return log_probs, -jnp.sum(weighted, axis=-1)
+
+
+def turn_uniforms(keys: jax.Array, turns: jax.Array, length: int) -> jax.Array:
+  """Returns the uniform draws that decide the tokens of a turn.
+
+  Draw u of turn t uses fold_in(fold_in(key, t), u): no two leaves, turns or
+  tokens share a key, and the make-up of the batch changes nothing.
+
+  Args:
+    keys: [R] keys, one per leaf.
+    turns: [R] int32.
+    length: U.
+
+  Returns:
+    [R, U] float32 in [0, 1).
+  """
+
+  def of_row(key, turn):
+    turn_key = jax.random.fold_in(key, turn)
+    token_keys = jax.vmap(jax.random.fold_in, (None, 0))(
+        turn_key, jnp.arange(length)
+    )
+    return jax.vmap(jax.random.uniform)(token_keys)
+
+  return jax.vmap(of_row)(keys, turns)
+
+
+def inverse_cdf(log_probs: jax.Array, uniforms: jax.Array) -> jax.Array:
+  """Returns the tokens that uniform draws pick from their distributions.
+
+  One draw a token instead of one a vocabulary entry, as Gumbel noise needs.
+  A token of probability zero is never picked: the sum is flat there.
+
+  Args:
+    log_probs: [R, V] float32; very negative where a token cannot be drawn.
+    uniforms: [R] float32 in [0, 1).
+
+  Returns:
+    [R] int32, the first token whose cumulative probability exceeds the draw.
+  """
+  cumulative = jnp.cumsum(jnp.exp(log_probs), axis=-1)
+  # Of the sum as it came out, which may be a rounding short of 1.
+  return jnp.argmax(
+      cumulative > uniforms[:, None] * cumulative[:, -1:], axis=-1
+  ).astype(jnp.int32)
 
 
 def continuations(
@@ -221,11 +266,11 @@ def make_prefill(model: transformer.Transformer) -> Callable[..., Cache]:
 
 def make_act(
     model: transformer.Transformer, config: SamplerConfig
-) -> Callable[[dict, Rows], tuple[Cache, Actions]]:
+) -> Callable[[dict, Rows], tuple[Rows, Actions]]:
   """Returns `act(params, rows)`: reads what is pending and draws an action.
 
-  The draw of token u in turn t uses fold_in(fold_in(key, t), u): no two leaves,
-  turns or tokens share a key, and the make-up of the batch changes nothing.
+  The rows come back with all that was read, and all of the action but its last
+  token, in the cache.
 
   The cache is only read here. The chunk's and the action's keys and values go
   to a small side buffer, and from there to the cache in one scatter at the end:
@@ -234,7 +279,7 @@ def make_act(
   """
   vocab_size = model.config.vocab_size
 
-  def draw(params, rows, turn_keys, hidden, drawn, step):
+  def draw(params, rows, uniforms, hidden, drawn, step):
     """Draws token `step`; returns it with its mask, log-prob, entropy, set."""
     logits = model.apply({'params': params}, hidden, method='logits')
     allowed = None
@@ -246,11 +291,10 @@ def make_act(
       previous = jnp.take(drawn, jnp.maximum(step - 1, 0), axis=1)
       goes_on = rows.active & ((step == 0) | (previous != 0))
     log_probs, entropy = token_distribution(logits, allowed, config.temperature)
-    keys = jax.vmap(jax.random.fold_in, (0, None))(turn_keys, step)
     token = jnp.where(
         rows.greedy,
         jnp.argmax(log_probs, axis=-1),
-        jax.vmap(jax.random.categorical)(keys, log_probs),
+        inverse_cdf(log_probs, uniforms[:, step]),
     )
     log_prob = jnp.take_along_axis(log_probs, token[:, None], axis=-1)[:, 0]
     bits = pack_bits(
@@ -273,7 +317,7 @@ def make_act(
     lengths, pending_length = rows.cache.lengths, rows.pending_length
     in_cache = jnp.arange(cached.keys.shape[3]) < lengths[:, None]
     is_pending = jnp.arange(chunk) < pending_length[:, None]
-    turn_keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.turns)
+    uniforms = turn_uniforms(rows.keys, rows.turns, config.action_length)
 
     hidden, read = model.apply(
         {'params': params},
@@ -285,7 +329,7 @@ def make_act(
     )
     last = hidden[jnp.arange(num_rows), jnp.maximum(pending_length - 1, 0)]
     drawn = jnp.zeros((num_rows, config.action_length), jnp.int32)
-    first = draw(params, rows, turn_keys, last, drawn, 0)
+    first = draw(params, rows, uniforms, last, drawn, 0)
     extra = config.action_length - 1
     side = jax.tree.map(
         lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, extra), (0, 0))), read
@@ -303,7 +347,7 @@ def make_act(
           (cached, side),
           (in_cache[:, None], is_side[:, None]),
       )
-      actions = draw(params, rows, turn_keys, hidden[:, 0], drawn, step)
+      actions = draw(params, rows, uniforms, hidden[:, 0], drawn, step)
       place = chunk + step - 1
       side = jax.tree.map(
           lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, place, 3),
@@ -325,7 +369,7 @@ def make_act(
         later,
     )
     keep = is_side & rows.active[:, None]
-    return write_cache(rows.cache, side, keep), actions
+    return rows._replace(cache=write_cache(rows.cache, side, keep)), actions
 
   return act
 
@@ -337,42 +381,36 @@ def next_pending(actions: Actions, observation: jax.Array) -> jax.Array:
   return jnp.concatenate([token, observation], axis=1)
 
 
-def make_turn(
-    model: transformer.Transformer,
-    config: SamplerConfig,
-    step_environment: Callable[..., Any],
-    max_turns: int,
-) -> Callable[[dict, Rows], tuple[Rows, Actions, Any]]:
-  """Returns `turn(params, rows)`: act, then step every active sandbox.
+def make_advance(
+    step_environment: Callable[..., Any], max_turns: int
+) -> Callable[[Rows, Actions], tuple[Rows, Any]]:
+  """Returns `advance(rows, actions)`: steps every active sandbox once.
+
+  Apart from `act`, since XLA keeps no compiled program that calls back into
+  Python: so the network, which takes seconds to compile, is compiled once for
+  all runs, and this, which takes none, in each.
 
   Args:
-    model: the policy.
-    config: how to draw.
     step_environment: `(handles [R], actions [R, U], active [R])` to a
       step result (environments.callbacks.StepResult has its fields);
-      traceable, and called exactly once a turn.
+      traceable, and called exactly once.
     max_turns: actions after which an episode is truncated.
   """
-  act = make_act(model, config)
 
-  def turn(params, rows):
-    cache, actions = act(params, rows)
+  def advance(rows, actions):
     result = step_environment(rows.handles, actions.tokens, rows.active)
     turns = rows.turns + rows.active
     at_limit = rows.active & ~result.terminal & (turns >= max_turns)
     result = result._replace(truncated=result.truncated | at_limit)
     active = rows.active & ~result.terminal & ~result.truncated
-    rows = Rows(
-        cache=cache,
+    rows = rows._replace(
         pending=next_pending(actions, result.observation),
         pending_length=jnp.where(active, 1 + result.observation_length, 0),
         commands=result.commands,
         handles=jnp.where(active, result.handles, 0),
         active=active,
-        keys=rows.keys,
         turns=turns,
-        greedy=rows.greedy,
     )
-    return rows, actions, result
+    return rows, result
 
-  return turn
+  return advance

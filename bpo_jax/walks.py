@@ -4,9 +4,13 @@ Everything takes `[..., N]` arrays. Nodes stand in topological order
 (`parents[n] < n`), so a walk is one loop over node indices: forwards from the
 root down, backwards from the leaves up. Such a loop does O(N) work a tree,
 holds no [N, N] array, and all trees of a batch take each step together.
+
+The bodies of the loops are functions of the module that are given all they read,
+so that a walk outside of jit is compiled for a shape once and not at every call.
 """
 
 from collections.abc import Callable
+import functools
 
 import chex
 import jax
@@ -100,18 +104,20 @@ def accumulate_down(combine: Callable, values: types.ArrayTree,
   Returns:
     A pytree like `values`; y[n] = x[n] where there is no parent.
   """
-  def single(values, parents):
-    def visit(node, out):
-      parent = parents[node]
-      own = jax.tree.map(lambda x: x[node], out)
-      merged = combine(jax.tree.map(lambda x: x[parent], out), own)
-      return jax.tree.map(
-          lambda x, m, o: x.at[node].set(jnp.where(parent < 0, o, m)),
-          out, merged, own)
-    return jax.lax.fori_loop(1, parents.shape[0], visit, values)
-  parents = jnp.asarray(parents)
   values = jax.tree.map(jnp.asarray, values)
-  return per_tree(single, parents.ndim)(values, parents)
+  return _loop(_visit_down(combine), jnp.asarray(parents), values)
+
+
+@functools.cache
+def _visit_down(combine):
+  def visit(node, parents, values):
+    parent = parents[node]
+    own = jax.tree.map(lambda x: x[node], values)
+    merged = combine(jax.tree.map(lambda x: x[parent], values), own)
+    return jax.tree.map(
+        lambda x, m, o: x.at[node].set(jnp.where(parent < 0, o, m)),
+        values, merged, own)
+  return visit
 
 
 def sum_above(values: chex.Array, parents: chex.Array) -> types.Array:

@@ -8,6 +8,7 @@ type on the way and end the whole batch.
 from collections.abc import Sequence
 import collections
 import functools
+import time
 import traceback
 from typing import NamedTuple
 import zlib
@@ -74,6 +75,7 @@ class BatchedEnvironment:
     store: holds the states; the caller's to close.
     codec: fixes every shape.
     errors: how often each kind of exception ended an episode.
+    seconds: time spent in environments, their codec and their store so far.
     pending_error: what no status can tell and `raise_pending` will raise.
   """
 
@@ -81,6 +83,7 @@ class BatchedEnvironment:
     self.store = store
     self.codec = codec
     self.errors: collections.Counter[str] = collections.Counter()
+    self.seconds = 0.0
     self.pending_error: BaseException | None = None
 
   def reset(
@@ -156,6 +159,7 @@ class BatchedEnvironment:
       self, handles: np.ndarray, actions: np.ndarray, active: np.ndarray
   ) -> StepResult:
     """`step` on NumPy arrays; it raises nothing, see `raise_pending`."""
+    start = time.perf_counter()
     # Inside the callback these may be JAX arrays; indexing one would run JAX
     # from within its own callback, which can wait for itself for ever.
     handles, actions, active = map(np.asarray, (handles, actions, active))
@@ -173,6 +177,7 @@ class BatchedEnvironment:
       result.status[row] = status
       if not result.handles[row]:
         result.truncated[row] = True
+    self.seconds += time.perf_counter() - start
     return result
 
   def release(self, handles: Sequence[int] | np.ndarray) -> None:

@@ -45,12 +45,7 @@ class _Table:
 
   def __init__(self, tokens: np.ndarray, command_of: dict[bytes, str]):
     self.tokens = tokens  # [max_commands, action_length] int32, read only
-    self.command_of = command_of  # by the tokens' bytes up to the padding
-
-
-def _key(tokens: bytes) -> bytes:
-  """Returns int32 tokens' bytes without the padding, whatever its length."""
-  return tokens.rstrip(b'\0')
+    self.command_of = command_of  # by the bytes of its row of tokens
 
 
 class TextCodec:
@@ -102,6 +97,7 @@ class TextCodec:
     self._phrasebook = phrasebook
     self._tokenizer = tokenizer
     self._cache_size = cache_size
+    self._row_size = 4 * action_length  # bytes
     self._tables: collections.OrderedDict[tuple[str, ...], _Table] = (
         collections.OrderedDict()
     )
@@ -145,7 +141,8 @@ class TextCodec:
       action_tokens: [any length] int32; 0 on padding.
     """
     tokens = np.asarray(action_tokens, np.int32).tobytes()
-    return self._table(available).command_of.get(_key(tokens))
+    row = tokens.rstrip(b'\0').ljust(self._row_size, b'\0')
+    return self._table(available).command_of.get(row)
 
   def _table(self, available: tuple[str, ...]) -> _Table:
     """Returns the remembered table, or makes it and forgets the stalest."""
@@ -160,23 +157,21 @@ class TextCodec:
     return table
 
   def _make_table(self, available: tuple[str, ...]) -> _Table:
-    rows = []
-    command_of = {}
-    for words, command in self._phrasebook.commands(available).items():
-      row = self._rows.get(words) or self._row(words)
-      key = _key(row)
-      if key in command_of:
-        self.command_collisions += 1
-      else:
-        rows.append(row)
-        command_of[key] = command
-    if len(rows) > self.max_commands:
+    commands = self._phrasebook.commands(available)
+    rows = [self._rows.get(words) or self._row(words) for words in commands]
+    command_of = dict(zip(rows, commands.values()))
+    if len(command_of) < len(rows):  # Some collide: the first is to stay.
+      self.command_collisions += len(rows) - len(command_of)
+      command_of = {}
+      for row, command in zip(rows, commands.values()):
+        command_of.setdefault(row, command)
+    if len(command_of) > self.max_commands:
       raise ValueError(
-          f'a state has {len(rows)} admissible commands but max_commands is '
-          f'{self.max_commands}; raise --max_commands'
+          f'a state has {len(command_of)} admissible commands but '
+          f'max_commands is {self.max_commands}; raise --max_commands'
       )
-    size = 4 * self.max_commands * self.action_length
-    flat = np.frombuffer(b''.join(rows).ljust(size, b'\0'), np.int32)
+    size = self._row_size * self.max_commands
+    flat = np.frombuffer(b''.join(command_of).ljust(size, b'\0'), np.int32)
     tokens = flat.reshape(self.max_commands, self.action_length)
     return _Table(tokens, command_of)
 

@@ -133,6 +133,16 @@ def task_types(environment: Any, tasks: Sequence[Any]) -> list[str]:
   return types
 
 
+def spread(tasks: Sequence[Any], count: int | None) -> Sequence[Any]:
+  """Returns `count` tasks evenly spread over a split, or all for None.
+
+  Tasks are sorted by name, so the first ones would all be of one type.
+  """
+  if count is None or count >= len(tasks):
+    return tasks
+  return [tasks[i * len(tasks) // count] for i in range(count)]
+
+
 def comparison(scores: Mapping[str, Score]) -> str:
   """Returns a table of success in percent, a row per policy."""
   rows = []

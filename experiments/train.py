@@ -78,7 +78,9 @@ def set_up(config: configs.TrainConfig) -> Run:
   workdir = make_workdir(config)
   agent = assembly.make_agent(config)
   train_tasks = agent.environment.tasks(config.train_split)
-  eval_tasks = agent.environment.tasks(config.eval_split)[: config.eval_tasks]
+  eval_tasks = scoring.spread(
+      agent.environment.tasks(config.eval_split), config.eval_tasks
+  )
   reference = warm_start.load(config, agent, workdir)
   optimizer = make_optimizer(config)
   # A copy: the update consumes the arrays of the state that it is given.

@@ -6,6 +6,7 @@ import unittest
 import pytest
 import toy_environments as toys
 
+import environments
 from environments import base
 from environments import conformance
 
@@ -25,6 +26,51 @@ def test_report_of_a_lawful_environment():
   report = conformance.check(environment)
   assert report == dict.fromkeys(conformance.LAWS, 'ok')
   assert environment.closed and environment.num_live == 0
+
+
+def test_report_of_the_household_games():
+  report = conformance.check(environments.make('household'))
+  # Whether a random walk wins one of these games is a matter of luck.
+  report.pop('endings')
+  assert set(report.values()) == {'ok'}, report
+
+
+def test_report_of_alfworld(alfworld_games):
+  report = conformance.check(
+      environments.make('alfworld', data=alfworld_games))
+  report.pop('endings')
+  assert set(report.values()) == {'ok'}, report
+
+
+def test_a_huge_split_is_not_listed_to_its_end():
+
+  class Huge(toys.Corridor):
+    made = 0
+
+    def tasks(self, split):
+      outer = self
+
+      class Tasks:
+        def __len__(self):
+          return 10**6
+
+        def __getitem__(self, index):
+          if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+          outer.made += 1
+          return base.Task(f'{split}/{index}', split, 'open the door')
+
+        def __iter__(self):
+          pytest.fail('listed to its end')
+
+      return Tasks()
+
+    def task(self, task_id):
+      return base.Task(task_id, task_id.partition('/')[0], 'open the door')
+
+  environment = Huge()
+  conformance.check_tasks(environment)
+  assert environment.made < 1000
 
 
 @pytest.mark.parametrize('broken, law', [

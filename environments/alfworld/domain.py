@@ -165,7 +165,7 @@ def _compare(what: str, got: Mapping, expected: Mapping) -> None:
     if name not in got:
       raise ValueError(f'pddl_domain lacks the {what} {name!r}')
     if name not in expected:
-      raise ValueError(f'pddl_domain has a {what} {name!r}, which the engine '
+      raise ValueError(f'pddl_domain has the {what} {name!r}, which the engine '
                        'does not implement')
     if got[name] != expected[name]:
       raise ValueError(

@@ -4,8 +4,9 @@ States are values: `step` returns a new one. The rules are those of domain.py;
 the sentences are the game's own.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from typing import Any, NamedTuple
 
 from environments.alfworld import domain
 from environments.alfworld import game as game_lib
@@ -70,14 +71,16 @@ def understands(game: Game, state: State, command: str) -> bool:
 
 def admissible(game: Game, state: State) -> tuple[str, ...]:
   """Returns the commands that are understood in the state, sorted."""
-  parts = _parts(game, state)
-  return tuple(sorted([command for part in parts for command in part]))
+  commands = list(_walks(game, state.location))
+  for part in _parts(game, state):
+    commands.extend(part)
+  return tuple(sorted(commands))
 
 
 def actions(game: Game, state: State) -> Actions:
   """Returns the admissible actions by command; see `admissible`."""
-  return {command: action for part in _parts(game, state)
-          for command, action in part.items()}
+  return {command: _find(game, state, command)
+          for command in admissible(game, state)}
 
 
 def won(game: Game, state: State) -> bool:
@@ -193,98 +196,136 @@ _APPLIANCES = {  # What each type of receptacle does, and to which objects.
     'sinkbasin': ('cleanobject', 'cleanable'),
     'microwave': ('heatobject', 'heatable'),
     'fridge': ('coolobject', 'coolable')}
-_MAX_PARTS = 2048  # Remembered per game; about a megabyte when full.
+_MAX_REMEMBERED = 1024  # Per game; about 700 kB when full.
 
 
 def _find(game: Game, state: State, command: str) -> Action | None:
+  """Returns what a command does, or None if it cannot be done."""
+  receptacle = _ways(game).get(command)
+  if receptacle is not None:
+    there = game.receptacles[receptacle].location
+    return None if there == state.location else Action(
+        'gotolocation', (_AGENT, state.location, there, receptacle))
   for part in _parts(game, state):
     if command in part:
       return part[command]
   return None
 
 
-def _parts(game: Game, state: State) -> list[Actions]:
-  """Returns the admissible actions, in parts that many states share.
+def _remembered(make: Callable[..., Any]) -> Callable[..., Any]:
+  """Makes a function of a game keep its results with the game."""
+  @functools.wraps(make)
+  def recall(game: Game, *arguments: Any) -> Any:
+    key = (make, *arguments)
+    result = game.memory.get(key)
+    if result is None:
+      if len(game.memory) >= _MAX_REMEMBERED:
+        game.memory.clear()
+      result = game.memory[key] = make(game, *arguments)
+    return result
 
-  Each part depends on little of the state, and is remembered by that little.
+  return recall
+
+
+@_remembered
+def _ways(game: Game) -> Mapping[str, int]:
+  """Returns the receptacle that each command to go somewhere leads to."""
+  nowhere = len(game.locations)  # No command names the place one comes from.
+  return {
+      _command(game, 'gotolocation', (_AGENT, nowhere, there, receptacle)):
+      receptacle
+      for receptacle, there in game.tables['receptacleatlocation'].rows}
+
+
+@_remembered
+def _walks(game: Game, location: int) -> Sequence[str]:
+  """Returns the commands to go anywhere else."""
+  here = game.receptacles_at.get(location, ())
+  return sorted(command for command, receptacle in _ways(game).items()
+                if receptacle not in here)
+
+
+def _parts(game: Game, state: State) -> list[Actions]:
+  """Returns all that can be done but walking, in parts.
+
+  Each part depends on little of the state, so many states share it.
   """
-  parts = game.parts
-  if len(parts) > _MAX_PARTS:
-    parts.clear()
   location, holding = state.location, state.holding
-  keys = [(_anywhere, location)]
+  parts = [_anywhere(game, location)]
   for receptacle in game.receptacles_at.get(location, ()):
-    keys.append((
-        _at_receptacle, location, receptacle, receptacle in state.opened,
+    parts.append(_at_receptacle(
+        game, location, receptacle, receptacle in state.opened,
         state.contents[receptacle], holding))
   if holding is not None:
-    keys.append((_with_held, holding))
+    parts.append(_with_held(game, holding))
     if game.objects[holding].type in _KNIVES:
-      keys.append((_with_knife, location, holding, tuple(
-          sorted(game.sliceable.intersection(
-              thing for thing, where in state.places if where == location)))))
-  found = []
-  for key in keys:
-    part = parts.get(key)
-    if part is None:
-      part = parts[key] = dict(_command(game, *action)
-                               for action in key[0](game, *key[1:]))
-    found.append(part)
-  return found
+      parts.append(_with_knife(game, location, holding, tuple(sorted(
+          thing for thing, where in state.places
+          if where == location and game.objects[thing].sliceable))))
+  return parts
 
 
-_Choices = Iterator[tuple[str, tuple[int, ...]]]  # Names and arguments.
-
-
-def _command(game: Game, name: str,
-             arguments: tuple[int, ...]) -> tuple[str, Action]:
-  """Returns an action and its command, which is made once per game."""
+def _command(game: Game, name: str, arguments: tuple[int, ...]) -> str:
+  """Returns the words for an action; made once for all that share them."""
   grammar = game.grammar
   key = name, *[arguments[place] for place in grammar.parameters[name]]
-  command = game.commands.get(key)
+  command = game.memory.get(key)
   if command is None:
     command = grammar.templates[name](game, game.initial, arguments)
-    game.commands[key] = command
-  return command, Action(name, arguments)
+    game.memory[key] = command
+  return command
 
 
-def _anywhere(game: Game, location: int) -> _Choices:
-  """What can be done wherever one is, walking to other places included."""
-  yield 'look', (_AGENT, location)
-  yield 'inventory', (_AGENT,)
-  yield 'help', (_AGENT,)
-  for receptacle, there in game.tables['receptacleatlocation'].rows:
-    if there != location:
-      yield 'gotolocation', (_AGENT, location, there, receptacle)
+def _part(choose: Callable[..., Iterator[Action]]) -> Callable[..., Actions]:
+  """Makes the actions that a function yields a part, by their commands."""
+  @_remembered
+  @functools.wraps(choose)
+  def part(game: Game, *arguments: Any) -> Actions:
+    return {_command(game, *action): action
+            for action in choose(game, *arguments)}
+
+  return part
 
 
-def _with_held(game: Game, holding: int) -> _Choices:
+@_part
+def _anywhere(game: Game, location: int) -> Iterator[Action]:
+  """What can be done wherever one is."""
+  del game
+  yield Action('look', (_AGENT, location))
+  yield Action('inventory', (_AGENT,))
+  yield Action('help', (_AGENT,))
+
+
+@_part
+def _with_held(game: Game, holding: int) -> Iterator[Action]:
   """What can be done to the object in hand, anywhere."""
   del game
-  yield 'examineobject', (_AGENT, holding)
+  yield Action('examineobject', (_AGENT, holding))
 
 
+@_part
 def _with_knife(game: Game, location: int, holding: int,
-                sliceable: tuple[int, ...]) -> _Choices:
+                sliceable: tuple[int, ...]) -> Iterator[Action]:
   """What the knife in hand can slice; a shut door does not prevent it."""
   del game
   for thing in sliceable:
-    yield 'sliceobject', (_AGENT, location, thing, holding)
+    yield Action('sliceobject', (_AGENT, location, thing, holding))
 
 
+@_part
 def _at_receptacle(
     game: Game, location: int, receptacle: int, is_open: bool,
     contents: tuple[int, ...], holding: int | None
-) -> _Choices:
+) -> Iterator[Action]:
   """What can be done at a receptacle, with what is in it or in hand."""
   place = (_AGENT, location, receptacle)
   openable = game.receptacles[receptacle].openable
-  yield 'examinereceptacle', (_AGENT, receptacle)
+  yield Action('examinereceptacle', (_AGENT, receptacle))
   if openable:
-    yield 'closeobject' if is_open else 'openobject', place
+    yield Action('closeobject' if is_open else 'openobject', place)
   for thing in contents:
     if game.objects[thing].toggleable:
-      yield 'toggleobject', (_AGENT, location, thing, receptacle)
+      yield Action('toggleobject', (_AGENT, location, thing, receptacle))
   if holding is not None:
     yield from _treatments(game, location, receptacle, holding)
   if openable and not is_open:
@@ -292,15 +333,16 @@ def _at_receptacle(
   if holding is None:
     for thing in contents:
       if game.objects[thing].pickupable:
-        yield 'pickupobject', (_AGENT, location, thing, receptacle)
+        yield Action('pickupobject', (_AGENT, location, thing, receptacle))
   elif game.fits(receptacle, holding):
-    yield 'putobject', (_AGENT, location, holding, receptacle,
-                        *game.types_of(holding, receptacle))
+    types = game.types_of(holding, receptacle)
+    yield Action(
+        'putobject', (_AGENT, location, holding, receptacle, *types))
 
 
 def _treatments(game: Game, location: int, receptacle: int,
-                holding: int) -> _Choices:
+                holding: int) -> Iterator[Action]:
   """What the receptacle does to the object in hand; no door need be open."""
   name, ability = _APPLIANCES.get(game.receptacles[receptacle].type, ('', ''))
   if name and getattr(game.objects[holding], ability):
-    yield name, (_AGENT, location, receptacle, holding)
+    yield Action(name, (_AGENT, location, receptacle, holding))

@@ -1,9 +1,9 @@
 """Household games as environments: splits of tasks, states as values."""
 
 import abc
-import collections
 from collections.abc import Callable, Iterator, Sequence
 import difflib
+import functools
 import pathlib
 from typing import NamedTuple, overload
 
@@ -36,6 +36,11 @@ class Tasks(Sequence[base.Task]):
   def __init__(self, ids: Sequence[str], make: Callable[[str], base.Task]):
     self._ids = ids
     self._make = make
+
+  @property
+  def ids(self) -> Sequence[str]:
+    """The tasks' ids, for which nothing is read."""
+    return self._ids
 
   def __len__(self) -> int:
     return len(self._ids)
@@ -73,9 +78,7 @@ class GameEnvironment(abc.ABC):
     """
     if max_games < 1:
       raise ValueError(f'max_games must be at least 1, got {max_games}')
-    self._max_games = max_games
-    self._games: collections.OrderedDict[str, game_lib.Game] = (
-        collections.OrderedDict())
+    self._recall = functools.lru_cache(max_games)(self._checked_game)
 
   @property
   def capabilities(self) -> base.Capabilities:
@@ -127,15 +130,7 @@ class GameEnvironment(abc.ABC):
     Raises:
       ValueError: if there is no such task, or its game is broken.
     """
-    game = self._games.get(task_id)
-    if game is None:
-      self._check_id(task_id)
-      game = self._read_game(task_id)
-      self._games[task_id] = game
-      if len(self._games) > self._max_games:
-        self._games.popitem(last=False)
-    self._games.move_to_end(task_id)
-    return game
+    return self._recall(task_id)
 
   def reset(
       self, task: base.Task | str, seed: int = 0
@@ -182,7 +177,11 @@ class GameEnvironment(abc.ABC):
 
   def close(self) -> None:
     """Forgets the parsed games."""
-    self._games.clear()
+    self._recall.cache_clear()
+
+  def _checked_game(self, task_id: str) -> game_lib.Game:
+    self._check_id(task_id)
+    return self._read_game(task_id)
 
   def _task(self, task_id: str) -> base.Task:
     return base.Task(task_id, _split_of(task_id), self._goal(task_id))
@@ -234,12 +233,12 @@ class AlfworldEnvironment(GameEnvironment):
     """
     super().__init__(max_games)
     self._root = _games_folder(pathlib.Path(data).expanduser())
-    self._listed: dict[str, dict[str, None]] = {}
+    self._listed: dict[str, tuple[str, ...]] = {}
     for split in _SPLITS:
-      files = sorted(self._root.glob(f'{split}/*/*/{_FILE}'))
-      if files:
-        self._listed[split] = dict.fromkeys(
-            sorted('/'.join(file.parts[-4:-1]) for file in files))
+      files = self._root.glob(f'{split}/*/*/{_FILE}')
+      ids = sorted('/'.join(file.parts[-4:-1]) for file in files)
+      if ids:
+        self._listed[split] = tuple(ids)
     if not self._listed:
       raise ValueError(
           f'no games in {self._root}: expected files such as '
@@ -250,19 +249,25 @@ class AlfworldEnvironment(GameEnvironment):
     """Returns the names of the splits that have games."""
     return tuple(self._listed)
 
-  def _ids(self, split: str) -> Sequence[str]:
-    return tuple(self._listed[split])
+  def path(self, task_id: str) -> pathlib.Path:
+    """Returns the file of a task.
 
-  def _path(self, task_id: str) -> pathlib.Path:
+    Raises:
+      ValueError: if there is no such task.
+    """
+    self._check_id(task_id)
     return self._root / task_id / _FILE
+
+  def _ids(self, split: str) -> Sequence[str]:
+    return self._listed[split]
 
   def _goal(self, task_id: str) -> str:
     if task_id not in self._goals:
-      self._goals[task_id] = game_lib.read_task(self._path(task_id))
+      self._goals[task_id] = game_lib.read_task(self.path(task_id))
     return self._goals[task_id]
 
   def _read_game(self, task_id: str) -> game_lib.Game:
-    return game_lib.load(self._path(task_id))
+    return game_lib.load(self.path(task_id))
 
 
 def _games_folder(data: pathlib.Path) -> pathlib.Path:

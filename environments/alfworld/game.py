@@ -93,8 +93,7 @@ class Game:
     ids: identifiers of all entities by type; `names` likewise.
     names: what the text calls each entity.
     tables: the predicates that no action changes.
-    commands: what the engine remembers: the command of each action.
-    parts: what the engine remembers: actions by what they depend on.
+    memory: what the engine worked out about the game; it bounds its size.
   """
 
   digest: bytes
@@ -111,8 +110,7 @@ class Game:
   ids: Mapping[str, tuple[str, ...]] = _uncompared()
   names: Mapping[str, tuple[str, ...]] = _uncompared()
   tables: Mapping[str, relations.Table] = _uncompared()
-  commands: dict[Any, Any] = _uncompared(init=False, default_factory=dict)
-  parts: dict[Any, Any] = _uncompared(init=False, default_factory=dict)
+  memory: dict[Any, Any] = _uncompared(init=False, default_factory=dict)
 
   @functools.cached_property
   def objects_by_type(self) -> Mapping[str, frozenset[int]]:
@@ -128,11 +126,6 @@ class Game:
   def receptacles_at(self) -> Mapping[int, tuple[int, ...]]:
     """The indices of the receptacles at each location that has some."""
     return self.tables['receptacleatlocation'].firsts
-
-  @functools.cached_property
-  def sliceable(self) -> frozenset[int]:
-    """The indices of the objects that can be sliced."""
-    return frozenset(row[0] for row in self.tables['sliceable'].rows)
 
   def types_of(self, thing: int, receptacle: int) -> tuple[int, int]:
     """Returns the indices of the two's types, as the rules number them."""
@@ -279,7 +272,8 @@ def _entities(problem: pddl.Problem) -> dict[str, tuple[str, ...]]:
       raise ValueError(f'pddl_problem: unknown predicate {predicate!r}')
     types = domain.PREDICATES[predicate]
     if set(map(len, facts)) != {len(types)}:
-      raise ValueError(f'pddl_problem: {predicate} takes {len(types)} arguments')
+      raise ValueError(f'pddl_problem: {predicate} takes {len(types)} '
+                       f'arguments, got {sorted(set(map(len, facts)))}')
     for kind, column in zip(types, zip(*facts)):
       found[kind].update(column)
       wrong = [name for name in column if problem.objects.get(name) != kind]

@@ -111,7 +111,7 @@ def _conjuncts(formula: pddl.Expression) -> Iterator[pddl.Expression]:
   if formula[:1] == ['and']:
     for part in formula[1:]:
       yield from _conjuncts(part)
-  else:
+  elif formula:
     yield formula
 
 

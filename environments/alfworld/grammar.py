@@ -8,21 +8,21 @@ stand for.
 """
 
 import ast
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import functools
 import json
 import re
 from typing import Any, NamedTuple
 
 from environments.alfworld import domain
+from environments.alfworld import queries
 from environments.alfworld import relations
 from environments.alfworld import state as state_lib
 
 Facts = relations.Facts
-Values = list[int]
+Values = queries.Values
+Scope = queries.Scope
 Text = Callable[[Facts, state_lib.State, Values], str]
-Check = Callable[[Facts, state_lib.State, Values], bool]
-Matches = Callable[[Facts, state_lib.State, Values], Iterator[None]]
 
 
 class Production(NamedTuple):
@@ -139,7 +139,7 @@ def _compile(
 # ---------------------------------------------------------------- reading
 
 _TOKEN = re.compile(
-    r'(?:\s|#[^\n]*)*("""(?:.|\n)*?"""|"[^"]*"|::|[{};]|[\w/-]+|\Z)')
+    r'(?:\s|#[^\n]*+)*+("""(?:.|\n)*?"""|"[^"]*"|::|[{};]|[\w/-]+|\Z)')
 
 
 class _Tokens:
@@ -241,12 +241,10 @@ _PART = re.compile(
     r'|\{(?P<expression>[^{}\[\]]*)\}'
     r'|#(?P<symbol>[^#{}\[\]]*)#'
     r'|(?P<text>[^\[{#]+)')
-_ATOM = re.compile(r'\s*(\w+)\s*\(([^()]*)\)\s*')
-_VARIABLE = re.compile(r'\s*(\w+)\s*:\s*(\w+)\s*')
 _MAX_DEPTH = 20
+_MAX_TEXTS = 1000  # What one text may refer to; real ones stay below 60.
+_MAX_EXPRESSION = 200  # Letters.
 _ATTRIBUTES = {'definite': 'the', 'indefinite': 'a'}
-
-Scope = Mapping[str, tuple[int, str]]  # (place in the values, type) by name.
 
 
 class _Name(NamedTuple):
@@ -268,11 +266,15 @@ class _Compiler:
     """Takes the grammar's symbols; a fixed text must not ask what changes."""
     self._symbols = symbols
     self._fixed = fixed
+    self._num_texts = 0
     self.places: set[int] = set()
 
   def text(self, text: str, scope: Scope, depth: int) -> Text:
     if depth > _MAX_DEPTH:
       raise ValueError(f'symbols refer to each other {_MAX_DEPTH} deep')
+    self._num_texts += 1
+    if self._num_texts > _MAX_TEXTS:
+      raise ValueError(f'it expands to more than {_MAX_TEXTS} texts')
     parts: list[str | _Name | Text] = []
     text = text.lstrip()  # The original does not print leading blanks either.
     position = 0
@@ -311,7 +313,7 @@ class _Compiler:
       if not condition:
         return _choose(choices, text)
       steps, _ = self._query(condition, scope)
-      choices.append((_exists(steps), text))
+      choices.append((queries.exists(steps), text))
     raise ValueError(f'symbol #{name}# has no production without condition')
 
   def _list(self, expression: str, condition: str, scope: Scope,
@@ -319,7 +321,7 @@ class _Compiler:
     if not condition.strip():
       raise ValueError(f'the list of {expression!r} has no condition')
     steps, inner = self._query(condition, scope)
-    matches = _matches(steps)
+    matches = queries.matches(steps)
     item = self.text(
         expression if expression.startswith('#') else f'{{{expression}}}',
         inner, depth + 1)
@@ -339,30 +341,19 @@ class _Compiler:
 
     return text
 
-  def _query(self, condition: str,
-             scope: Scope) -> tuple[Sequence['_Step'], Scope]:
-    """Reads `p(x:type) & ..`; the first predicate varies slowest.
-
-    Returns:
-      A step per predicate, and the scope in which their variables are bound as
-      well.
-    """
-    scope = dict(scope)
-    steps = []
-    for atom in condition.split('&'):
-      found = _ATOM.fullmatch(atom)
-      if not found:
-        raise ValueError(f'{atom!r} is no predicate(variable:type, ..)')
-      predicate, arguments = found.groups()
-      if self._fixed and predicate not in relations.STATIC:
-        raise ValueError(f'{predicate} changes, which a command must not')
-      steps.append(_step(predicate, arguments, scope))
+  def _query(self, condition: str, scope: Scope,
+             ) -> tuple[Sequence[queries.Step], Scope]:
+    """Reads a query and notes what it asks; see queries.read."""
+    steps, inner = queries.read(condition, scope)
     for step in steps:
+      if self._fixed and step.predicate not in relations.STATIC:
+        raise ValueError(
+            f'{step.predicate} changes, which a command must not')
       self.places.update(step.places, *step.rivals)
-    return steps, scope
+    return steps, inner
 
 
-def _choose(choices: Sequence[tuple[Check, Text]], otherwise: Text) -> Text:
+def _choose(choices: Sequence[tuple[queries.Check, Text]], otherwise: Text) -> Text:
   """Returns the text of the first choice that holds, else `otherwise`."""
   if not choices:
     return otherwise
@@ -410,6 +401,8 @@ def _as_text(part: str | _Name | Text) -> Text:
 
 def _expression(text: str, scope: Scope) -> list[str | _Name]:
   """Compiles `o.indefinite + ' ' + o.name`, `r.name or r.id`, or `r`."""
+  if len(text) > _MAX_EXPRESSION:
+    raise ValueError(f'{{{text[:20]}..}} is longer than {_MAX_EXPRESSION}')
   try:
     tree = ast.parse(text, mode='eval').body
   except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -444,154 +437,3 @@ def _attribute(variable: str, attribute: str,
     raise ValueError(f'unknown attribute {attribute!r}; there are name, id, '
                      'definite and indefinite')
   return [_Name(attribute, *scope[variable])]
-
-
-class _Step(NamedTuple):
-  """One predicate of a query.
-
-  Attributes:
-    relation: what is asked.
-    places: where its arguments are in the values.
-    fresh: which of them are found by it; the others were found before.
-    rivals: for each fresh argument the places of what it must differ from: two
-      variables never stand for the same entity.
-  """
-
-  relation: relations.Relation
-  places: Sequence[int]
-  fresh: Sequence[bool]
-  rivals: Sequence[Sequence[int]]
-
-
-def _step(predicate: str, arguments: str,
-          scope: dict[str, tuple[int, str]]) -> _Step:
-  """Reads one predicate of a query and binds its variables in `scope`."""
-  relation = relations.RELATIONS.get(predicate)
-  if relation is None:
-    raise ValueError(f'the engine keeps no predicate {predicate!r}')
-  found = [_VARIABLE.fullmatch(part) for part in arguments.split(',')]
-  if (None in found
-      or tuple(part.group(2) for part in found) != relation.types):
-    raise ValueError(f'{predicate} takes variables of types {relation.types}, '
-                     f'got ({arguments})')
-  bound = {place for place, _ in scope.values()}
-  places = []
-  for part in found:
-    name, kind = part.groups()
-    place, known = scope.setdefault(name, (len(scope), kind))
-    if kind != known:
-      raise ValueError(f'variable {name!r} is {known} elsewhere, not {kind}')
-    places.append(place)
-  fresh = [place not in bound for place in places]
-  rivals = [
-      [place for place, known in scope.values()
-       if is_fresh and known == kind and place != places[index]
-       and place in bound.union(places[:index])]
-      for index, (kind, is_fresh) in enumerate(zip(relation.types, fresh))]
-  return _Step(relation, places, fresh, rivals)
-
-
-def _exists(steps: Sequence[_Step]) -> Check:
-  """Returns whether a query has a match."""
-  if not any(any(step.fresh) for step in steps):
-    return _all([_test(step) for step in steps])
-  matches = _matches(steps)
-
-  def exists(game, state, values):
-    for _ in matches(game, state, values):
-      return True
-    return False
-
-  return exists
-
-
-def _all(checks: Sequence[Check]) -> Check:
-  if len(checks) == 1:
-    return checks[0]
-
-  def holds(game, state, values):
-    for check in checks:
-      if not check(game, state, values):
-        return False
-    return True
-
-  return holds
-
-
-def _test(step: _Step) -> Check:
-  """All variables are bound: one look."""
-  holds, places = step.relation.holds, step.places
-  if len(places) == 1:
-    place, = places
-    return lambda game, state, values: holds(game, state, (values[place],))
-  first, second = places
-  return lambda game, state, values: holds(
-      game, state, (values[first], values[second]))
-
-
-def _matches(steps: Sequence[_Step]) -> Matches:
-  """Returns a query's matches, each of which is written into the values."""
-  matches = None
-  for step in reversed(steps):
-    matches = _joined(step, matches or _found)
-  return matches
-
-
-def _found(game: Facts, state: state_lib.State,
-           values: Values) -> Iterator[None]:
-  """The end of a query: everything before it matched."""
-  del game, state, values
-  yield
-
-
-def _joined(step: _Step, rest: Matches) -> Matches:
-  """Returns the matches of a step together with the steps that follow."""
-  if not any(step.fresh):
-    return _guarded(_test(step), rest)
-  if (step.relation.firsts and list(step.fresh) == [True, False]
-      and not step.rivals[0]):
-    return _first_arguments(step, rest)
-  return _rows(step, rest)
-
-
-def _guarded(check: Check, rest: Matches) -> Matches:
-  def matches(game, state, values):
-    if check(game, state, values):
-      yield from rest(game, state, values)
-
-  return matches
-
-
-def _first_arguments(step: _Step, rest: Matches) -> Matches:
-  """The second variable is bound, the first is not and has no rival."""
-  firsts = step.relation.firsts
-  first, second = step.places
-
-  def last_matches(game, state, values):
-    for values[first] in firsts(game, state, values[second]):
-      yield
-
-  def matches(game, state, values):
-    for _ in last_matches(game, state, values):
-      yield from rest(game, state, values)
-
-  return last_matches if rest is _found else matches
-
-
-def _rows(step: _Step, rest: Matches) -> Matches:
-  """The general case."""
-  relation, places, fresh, rivals = step
-
-  def matches(game, state, values):
-    for row in relation.rows(game, state):
-      for place, is_fresh, others, value in zip(places, fresh, rivals, row):
-        if is_fresh:
-          if any(values[other] == value for other in others):
-            break
-          values[place] = value
-        elif values[place] != value:
-          break
-      else:
-        yield from rest(game, state, values)
-
-  return matches

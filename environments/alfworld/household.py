@@ -110,7 +110,7 @@ class HouseholdEnvironment(environment.GameEnvironment):
     return self.game(task_id).task
 
   def _content(self, task_id: str) -> dict[str, object]:
-    # Text seeds alike on every machine, unlike what Python's hash() makes of it.
+    # Text seeds alike on every machine; Python's hash() of it would not.
     rng = random.Random(f'household {self._seed} {task_id}')
     split = task_id.partition('/')[0]
     scene = household_games.draw(rng, split, self._sizes)
