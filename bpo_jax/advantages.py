@@ -267,19 +267,30 @@ def _prefix_advantages(tree, local, member, lambda_, combine):
   'sum' adds both. A token e actions before the end of n gets lambda^e C(n).
   """
   starts = tree_lib.action_starts(tree)
-  # The start of a token's own action counts: distance 1 to the next action.
-  distance = jnp.sum(starts, axis=-1, keepdims=True) - jnp.cumsum(
-      starts, axis=-1, dtype=jnp.int32) + 1
+  num_actions = jnp.sum(starts, axis=-1, dtype=jnp.int32)
   powers = jnp.power(jnp.float32(lambda_), jnp.arange(starts.shape[-1] + 2))
-  decay = jnp.take(powers, jnp.sum(starts, axis=-1), mode='clip')
+  decay = jnp.take(powers, num_actions, mode='clip')
   if combine == 'nearest':
     decay = masked.fill(decay, ~member)
   carried = _carry_back(tree, masked.fill(local, member), decay)
   if combine == 'mean':
-    ones = jnp.ones_like(decay)
-    carried = masked.divide(carried, _carry_back(
-        tree, member.astype(jnp.float32), ones))
-  return carried[..., None] * jnp.take(powers, distance, mode='clip')
+    branch_points = _carry_back(
+        tree, member.astype(jnp.float32), jnp.ones_like(decay))
+    carried = masked.divide(carried, branch_points)
+  # Counting along T costs more than all the rest; one action a node is usual.
+  factor = jax.lax.cond(
+      jnp.any(num_actions > 1), _decay_to_end, _decay_of_one, starts, powers)
+  return carried[..., None] * factor
+
+
+def _decay_to_end(starts, powers):
+  """Returns lambda^e, e the actions from a token's own to the node's end."""
+  begun = jnp.cumsum(starts, axis=-1, dtype=jnp.int32)
+  return jnp.take(powers, begun[..., -1:] - begun + 1, mode='clip')
+
+
+def _decay_of_one(starts, powers):
+  return jnp.broadcast_to(powers[1], starts.shape)
 
 
 def _carry_back(tree, values, decays):
@@ -305,7 +316,8 @@ def _shrunk_baseline(loo, rho, member, parents):
   """
   shift = masked.fill(rho * loo, member)
   slope = jnp.where(member, 1.0 - rho, 1.0)
+  return walks.accumulate_down(_compose, (shift, slope), parents)[0]
 
-  def compose(above, own):
-    return own[0] + own[1] * above[0], own[1] * above[1]
-  return walks.accumulate_down(compose, (shift, slope), parents)[0]
+
+def _compose(above, own):
+  return own[0] + own[1] * above[0], own[1] * above[1]

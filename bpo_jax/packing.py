@@ -122,14 +122,14 @@ def _gather(tree, credit, source, is_trained) -> PackedRows:
 
 
 def micro_batches(
-    rows: PackedRows, max_tokens: int, bucket: int = 64
+    rows: PackedRows, max_tokens: int, bucket: int = 32
 ) -> list[PackedRows]:
   """Splits rows into batches of like length, padded to few shapes.
 
-  Rows are sorted by length; a batch is as long as its longest row, rounded up
-  to `bucket`, and holds `max_tokens` tokens, padding included. Rows that train
-  no token are left out. Padding changes no gradient: sums and denominators
-  travel apart.
+  Rows are sorted by length, longest first; a batch is as long as its first row,
+  rounded up to `bucket`, and has a power of two of rows. Rows that train no
+  token are left out. Padding changes no gradient: sums and denominators travel
+  apart.
 
   Args:
     rows: R rows.
@@ -137,7 +137,7 @@ def micro_batches(
     bucket: lengths are multiples of it, which bounds what is compiled.
 
   Returns:
-    Batches whose shape is a function of their length alone.
+    Batches that together train what `rows` do.
   """
   lengths = rows.token_mask.sum(axis=1)
   order = np.argsort(-lengths, kind='stable')
@@ -145,9 +145,10 @@ def micro_batches(
   batches = []
   while len(order):
     length = -(-int(lengths[order[0]]) // bucket) * bucket
-    count = max(1, max_tokens // length)
-    batches.append(_sub_batch(rows, order[:count], count, length))
-    order = order[count:]
+    most = 1 << (max(1, max_tokens // length).bit_length() - 1)
+    num_rows = min(most, 1 << (len(order) - 1).bit_length())
+    batches.append(_sub_batch(rows, order[:num_rows], num_rows, length))
+    order = order[num_rows:]
   return batches
 
 

@@ -6,7 +6,6 @@ no contrast between siblings sees the difference.
 """
 
 import chex
-import jax
 import jax.numpy as jnp
 
 from bpo_jax import masked
@@ -109,20 +108,20 @@ def backup(values: chex.Array, votes: chex.Array, parents: chex.Array,
   Returns:
     [..., N] float32 y.
   """
-  def single(values, votes, index, discounts, size):
-    def visit(i, total):
-      node = num_nodes - 1 - i
-      value = values[node] + discounts[node] * total[node] / size[node]
-      return total.at[index[node]].add(votes[node] * value, mode='drop')
-    zeros = jnp.zeros_like(values)
-    total = jax.lax.fori_loop(0, num_nodes - 1, visit, zeros)
-    return values + discounts * total / size
   parents = jnp.asarray(parents)
-  num_nodes = parents.shape[-1]
   size = walks.sum_of_children(votes, parents, parents >= 0)
   size = jnp.where(size == 0, 1, size)
-  return walks.per_tree(single, parents.ndim)(
-      values, votes, walks.slots(parents), discounts, size)
+  total = walks.visit_nodes(
+      _vote, jnp.zeros_like(values),
+      (values, votes, walks.slots(parents), discounts, size), reverse=True)
+  return values + discounts * (total / size)
+
+
+def _vote(node, total, constants):
+  """Adds a node's value, as often as it counts, to its parent's total."""
+  values, votes, index, discounts, size = constants
+  value = values[node] + discounts[node] * (total[node] / size[node])
+  return total.at[index[node]].add(votes[node] * value, mode='drop')
 
 
 def _aggregate(tree, values, aggregate, discount):

@@ -5,8 +5,9 @@ Everything takes `[..., N]` arrays. Nodes stand in topological order
 root down, backwards from the leaves up. Such a loop does O(N) work a tree,
 holds no [N, N] array, and all trees of a batch take each step together.
 
-The bodies of the loops are functions of the module that are given all they read,
-so that a walk outside of jit is compiled for a shape once and not at every call.
+The bodies of the loops are functions of the module that are given all they
+read, so that a walk outside of jit is compiled once for a shape, not at every
+call.
 """
 
 from collections.abc import Callable
@@ -92,25 +93,60 @@ def first_child(parents: chex.Array, mask: chex.Array,
   return per_tree(single, parents.ndim)(key, slots(parents))
 
 
+def visit_nodes(visit: Callable, state: types.ArrayTree,
+                constants: types.ArrayTree, reverse: bool = False
+                ) -> types.ArrayTree:
+  """Runs state = visit(node, state, constants) over the nodes of every tree.
+
+  Args:
+    visit: takes an index and two pytrees of [N] arrays; a function of a module,
+      or a cached one.
+    state: pytree of [..., N] arrays, all of one shape.
+    constants: pytree of such arrays.
+    reverse: from the last node to the first.
+
+  Returns:
+    The last state.
+  """
+  state, constants = jax.tree.map(jnp.asarray, (state, constants))
+  *leading, num_nodes = jax.tree.leaves(state)[0].shape
+
+  def single(state, constants):
+    (state, _), _ = jax.lax.scan(
+        _step(visit), (state, constants), jnp.arange(num_nodes),
+        reverse=reverse)
+    return state
+
+  return per_tree(single, len(leading) + 1)(state, constants)
+
+
+@functools.cache
+def _step(visit):
+  def step(carry, node):
+    state, constants = carry
+    return (visit(node, state, constants), constants), None
+  return step
+
+
 def accumulate_down(combine: Callable, values: types.ArrayTree,
                     parents: chex.Array) -> types.ArrayTree:
   """Accumulates from the root down: y[n] = combine(y[parents[n]], x[n]).
 
   Args:
-    combine: takes the parent's result and the node's own entry.
+    combine: takes the parent's result and the node's own entry; a function of a
+      module.
     values: pytree of [..., N] arrays x.
     parents: [..., N] int32, NO_PARENT for the root and for padding.
 
   Returns:
     A pytree like `values`; y[n] = x[n] where there is no parent.
   """
-  values = jax.tree.map(jnp.asarray, values)
-  return _loop(_visit_down(combine), jnp.asarray(parents), values)
+  return visit_nodes(_visit_down(combine), values, parents)
 
 
 @functools.cache
 def _visit_down(combine):
-  def visit(node, parents, values):
+  def visit(node, values, parents):
     parent = parents[node]
     own = jax.tree.map(lambda x: x[node], values)
     merged = combine(jax.tree.map(lambda x: x[parent], values), own)
@@ -127,15 +163,12 @@ def sum_above(values: chex.Array, parents: chex.Array) -> types.Array:
 
 def sum_below(values: chex.Array, parents: chex.Array) -> types.Array:
   """Returns the sum over a node and its descendants, [..., N]."""
-  def single(values, index):
-    def visit(i, out):
-      node = size - 1 - i
-      return out.at[index[node]].add(out[node], mode='drop')
-    return jax.lax.fori_loop(0, size - 1, visit, values)
-  parents = jnp.asarray(parents)
-  size = parents.shape[-1]
-  function = per_tree(single, parents.ndim)
-  return function(jnp.asarray(values), slots(parents))
+  return visit_nodes(
+      _add_to_parent, values, slots(jnp.asarray(parents)), reverse=True)
+
+
+def _add_to_parent(node, values, index):
+  return values.at[index[node]].add(values[node], mode='drop')
 
 
 def nearest_above(mask: chex.Array, parents: chex.Array) -> types.Array:
@@ -150,8 +183,11 @@ def nearest_above(mask: chex.Array, parents: chex.Array) -> types.Array:
   """
   index = jnp.arange(mask.shape[-1], dtype=jnp.int32)
   marked = jnp.where(mask, index, types.NO_PARENT)
-  return accumulate_down(
-      lambda above, own: jnp.where(own < 0, above, own), marked, parents)
+  return accumulate_down(_own_if_marked, marked, parents)
+
+
+def _own_if_marked(above, own):
+  return jnp.where(own < 0, above, own)
 
 
 def preorder(parents: chex.Array, mask: chex.Array
@@ -168,16 +204,18 @@ def preorder(parents: chex.Array, mask: chex.Array
     enter, end: [..., N] int32, the rank of a node in depth-first order and one
     past the rank of its last descendant; an empty interval on padding.
   """
-  def single(parents, size):
-    def visit(node, state):
-      enter, cursor = state
-      start = jnp.where(parents[node] < 0, 0, cursor[parents[node]])
-      index = slots(parents)[node]
-      cursor = cursor.at[index].add(size[node], mode='drop')
-      return enter.at[node].set(start), cursor.at[node].set(start + 1)
-    zeros = jnp.zeros_like(parents)
-    enter, _ = jax.lax.fori_loop(0, parents.shape[0], visit, (zeros, zeros))
-    return enter, enter + size
   parents = jnp.asarray(parents)
   size = sum_below(jnp.asarray(mask, jnp.int32), parents)
-  return per_tree(single, parents.ndim)(parents, size)
+  zeros = jnp.zeros_like(parents)
+  enter, _ = visit_nodes(
+      _enter, (zeros, zeros), (parents, slots(parents), size))
+  return enter, enter + size
+
+
+def _enter(node, state, constants):
+  """Gives a node the next free rank below its parent."""
+  enter, free = state
+  parents, index, size = constants
+  rank = jnp.where(parents[node] < 0, 0, free[parents[node]])
+  free = free.at[index[node]].add(size[node], mode='drop')
+  return enter.at[node].set(rank), free.at[node].set(rank + 1)

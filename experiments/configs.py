@@ -278,7 +278,7 @@ class TrainConfig(AgentConfig):
   entropy_coef: float = field(0.0, 'Weight of the entropy bonus.', min=0.0)
   epochs: int = field(1, 'Passes over the data of an update.', min=1)
   max_tokens: int = field(
-      16_384, 'Tokens of a micro-batch, padding included.', min=64
+      8_192, 'Tokens of a micro-batch, padding included.', min=64
   )
 
   # Warm start: imitation of a scripted searcher.

@@ -142,6 +142,7 @@ def test_a_large_common_return_costs_no_digits(case, seed):
 def test_no_gradient_leaks(case):
   function, _ = case
   tree = builders.random_trees(1)
+
   def loss(rewards):
     credit = function(tree.replace(rewards=rewards))
     return jnp.sum(credit.advantages ** 2) + jnp.sum(credit.weights)
@@ -363,6 +364,7 @@ def test_bpo_rb_is_unbiased_under_causal_selection(task, causal_trees, rho):
 def test_bpo_is_unbiased_with_split_weights_alone(task, causal_trees):
   split = functools.partial(advantages.bpo, node_weighting='split')
   assert _bias(task, causal_trees, split) < 1e-6
+
   def uniform(tree):
     # At the scale of `split` where nothing branches below the root.
     credit = advantages.bpo(tree)

@@ -71,6 +71,7 @@ def pad(tree: tree_lib.Tree, num_trees=0, num_nodes=0, num_tokens=0
         ) -> tree_lib.Tree:
   """Returns the tree with so many more trees, nodes and tokens of padding."""
   extra = (num_trees, num_nodes, num_tokens, 0)
+
   def grow(name, value):
     fill = {'parents': -1, 'anchor': -1}.get(name, 0)
     width = [(0, n) for n in extra[:np.ndim(value)]]
@@ -106,6 +107,7 @@ def permute_nodes(tree: tree_lib.Tree, seed: int
   rng = np.random.default_rng(seed)
   orders = np.stack([_random_topological(p, rng) for p in tree.parents])
   rank = np.argsort(orders, axis=1)
+
   def move(value):
     value = np.asarray(value)
     index = orders.reshape(orders.shape + (1,) * (value.ndim - 2))

@@ -19,6 +19,7 @@ from environments.alfworld import household_text
 from experiments.benchmarks import alfworld_engine as benchmark
 import kitchen
 
+
 def _play(game, commands, state=None):
   """Returns the state after the commands and the last text."""
   state, text = state or engine.initial(game), ''
@@ -212,9 +213,30 @@ def test_only_what_was_taken_out_lies_about():
 
 
 def test_an_object_may_be_in_two_receptacles():
-  game = kitchen.make_game(facts=kitchen.FACTS + '(inReceptacle Mug_bar_2 DiningTable_bar_1)')
+  game = kitchen.make_game(
+      facts=kitchen.FACTS + '(inReceptacle Mug_bar_2 DiningTable_bar_1)')
   state, _ = _play(game, ['go to cabinet 1', 'take mug 1 from cabinet 1'])
   assert engine.won(game, state)  # It still is on the table as well.
+
+
+def test_a_lamp_in_two_receptacles_is_used_by_one_command():
+  game = kitchen.make_game(facts=kitchen.FACTS + (
+      '(inReceptacle DeskLamp_bar_1 Cabinet_bar_1)'
+      '(inReceptacle DeskLamp_bar_1 Cabinet_bar_2)'))
+  state, _ = _play(game, ['go to cabinet 1'])
+  assert engine.admissible(game, state).count('use desklamp 1') == 1
+
+
+def test_what_is_cool_from_the_start_must_be_coolable():
+  for ability, won in (('(coolable Tomato_bar_1)', True), ('', False)):
+    facts = kitchen.FACTS.replace('(coolable Tomato_bar_1)', ability)
+    game = kitchen.make_game(
+        goals.COOL, facts=facts + '(isCool Tomato_bar_1)')
+    state, _ = _play(game, [
+        'go to diningtable 1', 'take tomato 1 from diningtable 1',
+        'go to microwave 1', 'open microwave 1',
+        'move tomato 1 to microwave 1'])
+    assert engine.won(game, state) == won
 
 
 def test_shut_doors_hide_but_do_not_hinder():

@@ -38,6 +38,7 @@ def test_path_and_leaf_returns(seed):
 @pytest.mark.parametrize('seed', _SEEDS)
 def test_centred_returns_keep_their_digits(seed):
   tree = builders.random_trees(seed, offset=1e4)
+
   def expected(node):
     first = min(node.path[0].leaves, key=lambda leaf: leaf.index)
     return 0.0 if node.children else node.total - first.total

@@ -71,9 +71,9 @@ def understands(game: Game, state: State, command: str) -> bool:
 
 def admissible(game: Game, state: State) -> tuple[str, ...]:
   """Returns the commands that are understood in the state, sorted."""
-  commands = list(_walks(game, state.location))
+  commands = set(_walks(game, state.location))
   for part in _parts(game, state):
-    commands.extend(part)
+    commands.update(part)  # A lamp in two receptacles is used by one command.
   return tuple(sorted(commands))
 
 
@@ -86,7 +86,7 @@ def actions(game: Game, state: State) -> Actions:
 def won(game: Game, state: State) -> bool:
   """Whether the goal is reached."""
   goal = game.goal
-  things = game.objects_by_type[goal.object_type]
+  things = game.wanted_objects
   if goal.task_type == goals.LOOK_IN_LIGHT:
     return state.holding in things and _is_lit(game, state)
   treated = _TREATED.get(goal.task_type)
@@ -110,7 +110,7 @@ _TREATED = {
 
 def _is_lit(game: Game, state: State) -> bool:
   """Whether a lamp of the goal's type was switched on where the agent is."""
-  lamps = game.objects_by_type[game.goal.lamp_type] & state.toggled
+  lamps = game.wanted_lamps & state.toggled
   return bool(lamps) and any(
       not lamps.isdisjoint(state.contents[receptacle])
       for receptacle in game.receptacles_at.get(state.location, ()))

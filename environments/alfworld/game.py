@@ -127,6 +127,22 @@ class Game:
     """The indices of the receptacles at each location that has some."""
     return self.tables['receptacleatlocation'].firsts
 
+  @functools.cached_property
+  def wanted_objects(self) -> frozenset[int]:
+    """The indices of the objects that the goal may be reached with."""
+    return self._able(self.goal.object_type,
+                      goals.ABILITIES.get(self.goal.task_type))
+
+  @functools.cached_property
+  def wanted_lamps(self) -> frozenset[int]:
+    """The indices of the lamps that the goal may be reached with."""
+    return self._able(self.goal.lamp_type, 'toggleable')
+
+  def _able(self, kind: str, ability: str | None) -> frozenset[int]:
+    return frozenset(
+        index for index in self.objects_by_type.get(kind, ())
+        if ability is None or getattr(self.objects[index], ability))
+
   def types_of(self, thing: int, receptacle: int) -> tuple[int, int]:
     """Returns the indices of the two's types, as the rules number them."""
     return (dict(self.tables['objecttype'].rows)[thing],

@@ -14,6 +14,10 @@ COOL = 'cool'
 PICK_TWO = 'pick_two'
 TASK_TYPES = (PICK_AND_PLACE, LOOK_IN_LIGHT, CLEAN, HEAT, COOL, PICK_TWO)
 
+# What an object must be able to do for each kind, besides its type.
+ABILITIES: Mapping[str, str] = {
+    CLEAN: 'cleanable', HEAT: 'heatable', COOL: 'coolable'}
+
 
 class Goal(NamedTuple):
   """What has to hold at the end.

@@ -341,8 +341,9 @@ class _Compiler:
 
     return text
 
-  def _query(self, condition: str, scope: Scope,
-             ) -> tuple[Sequence[queries.Step], Scope]:
+  def _query(
+      self, condition: str, scope: Scope
+  ) -> tuple[Sequence[queries.Step], Scope]:
     """Reads a query and notes what it asks; see queries.read."""
     steps, inner = queries.read(condition, scope)
     for step in steps:
@@ -353,7 +354,8 @@ class _Compiler:
     return steps, inner
 
 
-def _choose(choices: Sequence[tuple[queries.Check, Text]], otherwise: Text) -> Text:
+def _choose(choices: Sequence[tuple[queries.Check, Text]],
+            otherwise: Text) -> Text:
   """Returns the text of the first choice that holds, else `otherwise`."""
   if not choices:
     return otherwise
