@@ -176,7 +176,7 @@ class AgentConfig:
   )
   env_seed: int = field(0, 'Seed of the generated games.', min=0)
   max_turns: int = field(
-      40, 'Actions after which an episode is truncated.', min=1
+      30, 'Actions after which an episode is truncated.', min=1
   )
   observation_length: int = field(
       9, 'Tokens that an observation is cut to.', min=1
@@ -283,9 +283,9 @@ class TrainConfig(AgentConfig):
 
   # Warm start: imitation of a scripted searcher.
   warm_start_updates: int = field(
-      60, 'Supervised updates before reinforcement learning.', min=0
+      300, 'Supervised updates before reinforcement learning.', min=0
   )
-  warm_start_batch: int = field(48, 'Demonstrations per update.', min=1)
+  warm_start_batch: int = field(16, 'Demonstrations per update.', min=1)
   warm_start_learning_rate: float = field(3e-3, 'Peak step size.', min=0.0)
   warm_start_noise: float = field(
       0.1, "Share of the searcher's turns that explore.", min=0.0, max=1.0

@@ -39,14 +39,15 @@ def random_builder(seed: int, max_nodes: int = 24, max_tokens: int = 7,
 
 
 def random_trees(seed: int, num_trees: int = 3, **kwargs) -> tree_lib.Tree:
-  """Returns a validated batch of random trees."""
-  tree = tree_lib.stack([random_builder(1000 * seed + i, **kwargs)
-                         for i in range(num_trees)])
+  """Returns a validated batch of random trees, all of one shape."""
+  tree = tree_lib.stack(
+      [random_builder(1000 * seed + i, **kwargs) for i in range(num_trees)],
+      num_nodes=28, num_tokens=8)
   tree.validate()
   return tree
 
 
-def chains(returns, num_tokens: int = 2) -> tree_lib.Tree:
+def chains(returns, num_tokens: int = 2, **sizes) -> tree_lib.Tree:
   """Returns trees that branch at the root alone; returns [B][G] rewards."""
   builders = []
   for rewards in returns:
@@ -56,7 +57,7 @@ def chains(returns, num_tokens: int = 2) -> tree_lib.Tree:
       add_action(builder, root, reward=reward, num_tokens=num_tokens,
                  terminal=True)
     builders.append(builder)
-  return tree_lib.stack(builders)
+  return tree_lib.stack(builders, **sizes)
 
 
 def add_action(builder, parent, num_tokens=1, entropy=0.0, **kwargs) -> int:

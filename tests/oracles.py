@@ -223,7 +223,7 @@ def shrunk_baseline(member, rho, aggregate):
   if above is None:
     return others
   level = sum(bool(node.siblings) for node in member.path) - 1
-  trust = rho if np.ndim(rho) == 0 else rho[min(level, len(rho) - 1)]
+  trust = float(rho if np.ndim(rho) == 0 else rho[min(level, len(rho) - 1)])
   return trust * others + (1 - trust) * shrunk_baseline(above, rho, aggregate)
 
 
