@@ -204,12 +204,14 @@ def make_update_fn(
     )
     return jax.tree.map(jnp.add, gradient, new), sums
 
-  @functools.partial(jax.jit, donate_argnums=(0, 1))
+  @functools.partial(jax.jit, donate_argnums=0)
   def apply(state, gradient, learning_rate):
     step, optimizer_state = optimizer.update(
         gradient, state.optimizer_state, state.params
     )
-    params = jax.tree.map(lambda p, s: p - learning_rate * s, state.params, step)
+    params = jax.tree.map(
+        lambda p, s: p - learning_rate * s, state.params, step
+    )
     state = state._replace(
         params=params,
         optimizer_state=optimizer_state,
@@ -239,6 +241,7 @@ def make_update_fn(
 
 def total_weight(batches: Sequence[packing.PackedRows]) -> float:
   """Returns the sum of the weights of all action tokens, in float64."""
-  return float(
-      sum(np.sum(b.weights * b.action_mask, dtype=np.float64) for b in batches)
+  return sum(
+      float(np.sum(b.weights, where=b.action_mask, dtype=np.float64))
+      for b in batches
   )

@@ -50,6 +50,18 @@ def _paths(parents: np.ndarray, node_mask: np.ndarray) -> Iterator[list[int]]:
     yield path[::-1]
 
 
+def _path_tokens(tree: trees.Tree) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+  """Yields each path's tokens, as `source` has them, and which are new."""
+  num_nodes, num_tokens = tree.tokens.shape[1:]
+  for b in range(len(tree.parents)):
+    is_new = np.ones(num_nodes, bool)
+    for path in _paths(tree.parents[b], tree.node_mask[b]):
+      node, offset = np.nonzero(tree.token_mask[b, path])
+      node = np.asarray(path)[node]
+      yield (b * num_nodes + node) * num_tokens + offset, is_new[node]
+      is_new[path] = False
+
+
 def pack(
     tree: trees.Tree, credit: types.Credit, row_length: int | None = None
 ) -> PackedRows:
@@ -65,21 +77,13 @@ def pack(
     `action_mask` of the first row that holds it and of no other.
 
   Raises:
-    ValueError: if a path is longer than `row_length`.
+    ValueError: if a path is longer than `row_length`, or if one begins with an
+      action.
   """
   tree, credit = jax.tree.map(np.asarray, (tree, credit))
-  num_nodes, num_tokens = tree.tokens.shape[1:]
-  sources, trained = [], []
-  for b in range(len(tree.parents)):
-    is_new = np.ones(num_nodes, bool)
-    for path in _paths(tree.parents[b], tree.node_mask[b]):
-      node, offset = np.nonzero(tree.token_mask[b, path])
-      node = np.asarray(path)[node]
-      sources.append((b * num_nodes + node) * num_tokens + offset)
-      trained.append(is_new[node])
-      is_new[path] = False
+  sources, trained = zip(*_path_tokens(tree))
   longest = max(map(len, sources))
-  row_length = row_length or longest
+  row_length = longest if row_length is None else row_length
   if longest > row_length:
     raise ValueError(
         f'expected paths of at most row_length = {row_length} tokens, got one'
@@ -91,7 +95,13 @@ def pack(
   for row, (index, new) in enumerate(zip(sources, trained)):
     source[row, : len(index)] = index
     is_trained[row, : len(index)] = new
-  return _gather(tree, credit, source, is_trained)
+  rows = _gather(tree, credit, source, is_trained)
+  if rows.action_mask[:, :1].any():
+    raise ValueError(
+        'expected a prompt before the first action, got a path that begins with'
+        ' an action token, which nothing predicts; put a token in the root'
+    )
+  return rows
 
 
 def _gather(tree, credit, source, is_trained) -> PackedRows:
@@ -102,7 +112,9 @@ def _gather(tree, credit, source, is_trained) -> PackedRows:
     flat = x.reshape(-1, *x.shape[3:])[source]
     return np.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - 3)), flat, 0)
 
-  places = np.broadcast_to(np.arange(source.shape[1], dtype=np.int32), source.shape)
+  places = np.broadcast_to(
+      np.arange(source.shape[1], dtype=np.int32), source.shape
+  )
   lengths = mask.sum(axis=1, dtype=np.int32)
   action_mask = take(tree.action_mask).astype(bool) & is_trained
   on_action = lambda x: np.where(action_mask, take(x), 0).astype(np.float32)

@@ -182,8 +182,14 @@ class Grower:
       is given back, also when an error ends the call.
 
     Raises:
-      ValueError: if a plan forks anywhere but before an action.
+      ValueError: if there is no task or no backbone, or if a plan forks
+        anywhere but before an action.
     """
+    if not tasks or num_backbones < 1:
+      raise ValueError(
+          f'expected at least one task and one backbone, got {len(tasks)} and'
+          f' {num_backbones}'
+      )
     growth = _Growth(self, params, tasks, rng_key, greedy)
     try:
       growth.lay_backbones(num_backbones, is_last=not branch)
@@ -287,6 +293,8 @@ class _Growth:
       rows, actions = self._grower.act(self._params, rows)
       rows, result = self._grower.advance(rows, actions)
       actions, result = jax.device_get((actions, result))
+      # First of all, so that whatever fails from here on leaks no state.
+      self._handles += result.handles[result.handles > 0].tolist()
       self._record(before, actions, result, leaves, birth)
       self._grower.environment.raise_pending()
       active = np.array(rows.active)
@@ -383,7 +391,6 @@ class _Growth:
       )
       leaf.node = node
     self.statuses.update(result.status[before.active].tolist())
-    self._handles += result.handles[result.handles > 0].tolist()
     self.compute = Compute(
         self.compute.environment_steps + int(before.active.sum()),
         self.compute.generated_tokens + int(actions.mask.sum()),

@@ -1,10 +1,11 @@
 """One turn of many episodes at once: read the observation, draw an action.
 
-`act` is one jitted call a turn with a donated state. It feeds the tokens that the
-environment added since the last turn, draws an action token by token, and
+`act` is one jitted call a turn with a donated state. It feeds the tokens that
+the environment added since the last turn, draws an action token by token, and
 writes all their keys and values to the cache in one scatter; `advance` then
-steps the sandboxes through the one host callback. Rows are ragged: each has its own write index, so
-padding never reaches a cache, and a fork is a copy of its parent's row.
+steps the sandboxes through the one host callback. Rows are ragged: each has its
+own write index, so padding never reaches a cache, and a fork is a copy of its
+parent's row.
 """
 
 from collections.abc import Callable
@@ -65,7 +66,7 @@ class Actions(NamedTuple):
 
 
 def pack_bits(allowed: jax.Array) -> jax.Array:
-  """Packs [..., V] bool into [..., V / 32] uint32, bit v % 32 of word v // 32."""
+  """Packs [..., V] bool into [..., V / 32] uint32; token v is bit v % 32."""
   words = allowed.reshape(*allowed.shape[:-1], -1, 32).astype(jnp.uint32)
   return jnp.sum(words << jnp.arange(32, dtype=jnp.uint32), axis=-1).astype(
       jnp.uint32
@@ -135,7 +136,7 @@ def inverse_cdf(log_probs: jax.Array, uniforms: jax.Array) -> jax.Array:
   """Returns the tokens that uniform draws pick from their distributions.
 
   One draw a token instead of one a vocabulary entry, as Gumbel noise needs.
-  A token of probability zero is never picked: the sum is flat there.
+  A token of probability zero is never picked.
 
   Args:
     log_probs: [R, V] float32; very negative where a token cannot be drawn.
@@ -144,10 +145,13 @@ def inverse_cdf(log_probs: jax.Array, uniforms: jax.Array) -> jax.Array:
   Returns:
     [R] int32, the first token whose cumulative probability exceeds the draw.
   """
-  cumulative = jnp.cumsum(jnp.exp(log_probs), axis=-1)
+  probs = jnp.exp(log_probs)
+  # A sum over blocks is not quite flat where nothing is added.
+  cumulative = jnp.where(probs > 0, jnp.cumsum(probs, axis=-1), 0.0)
   # Of the sum as it came out, which may be a rounding short of 1.
+  total = jnp.max(cumulative, axis=-1, keepdims=True)
   return jnp.argmax(
-      cumulative > uniforms[:, None] * cumulative[:, -1:], axis=-1
+      cumulative > uniforms[:, None] * total, axis=-1
   ).astype(jnp.int32)
 
 

@@ -222,7 +222,8 @@ class TrainConfig(AgentConfig):
       min=2,
   )
   min_spacing: int | None = field(
-      None, 'Tokens between two branch points of a path.', min=0
+      None, 'Tokens between two branch points of a path; None for 8, two turns'
+      ' in the terse wording.', min=0
   )
   entropy_quantile: float = field(
       0.7,
@@ -395,7 +396,8 @@ def _plan(algorithm, config, num_backbones):
           ' out'
       )
     return None
-  options = dict(given)
+  # The paper's 64 tokens are a turn or two of a language model's prose.
+  options = {'min_spacing': 8} | given
   if 'group_size' in options:
     options['num_forks'] = options.pop('group_size') - 1
   known = inspect.signature(algorithm.branch_policy).parameters

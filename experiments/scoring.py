@@ -1,4 +1,4 @@
-"""How well a policy does on a split: success, its interval, and by task type."""
+"""How well a policy does on a split: success, interval, and by task type."""
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
@@ -97,7 +97,7 @@ def evaluate(
   for number, start in enumerate(range(0, len(tasks), size)):
     grown = grower.grow(
         params,
-        tasks[start : start + size],
+        tasks[start:start + size],
         jax.random.fold_in(rng_key, number),
         num_backbones=passes,
         greedy=greedy,

@@ -132,11 +132,12 @@ def _demonstrations(
   expert = make_expert(agent, config.warm_start_noise)
   tasks = agent.environment.tasks('train')
   rng = np.random.default_rng([config.seed, 1])
-  order = rng.permutation(min(len(tasks), config.warm_start_updates * config.warm_start_batch))
+  size = config.warm_start_batch
+  order = rng.permutation(min(len(tasks), config.warm_start_updates * size))
   stream = itertools.cycle(order)
 
   def batch():
-    chosen = [tasks[int(i)] for i in itertools.islice(stream, config.warm_start_batch)]
+    chosen = [tasks[int(i)] for i in itertools.islice(stream, size)]
     return demonstrate(agent, expert, chosen, rng, agent.grower.max_turns)
 
   with futures.ThreadPoolExecutor(1) as pool:
@@ -225,7 +226,7 @@ def fingerprint(config: configs.TrainConfig, agent: assembly.Agent) -> str:
 def cached(
     directory: pathlib.Path, params: dict, make: Callable[[], dict]
 ) -> dict:
-  """Returns the parameters kept in `directory`, made and kept if there are none.
+  """Returns the parameters kept in `directory`, or makes and keeps them.
 
   A spoilt or half-written cache is made anew, and a full disk costs the cache
   alone, not the run.

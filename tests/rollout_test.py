@@ -1,0 +1,362 @@
+"""Trees grown by a tiny policy: token in, token out, and nothing kept."""
+
+import collections
+
+import jax
+import numpy as np
+import pytest
+import tiny_agents as tiny
+import toy_environments as toys
+
+from bpo_jax import packing
+from bpo_jax import rollout
+from bpo_jax import sampling
+from bpo_jax import types
+from environments import base
+
+MAX_TURNS = 6
+
+
+class Stop(BaseException):
+  """As KeyboardInterrupt: no Exception."""
+
+
+@pytest.fixture(
+    scope='module',
+    params=[(True, 0.6), (False, 1.7)],
+    ids=['constrained', 'free'],
+)
+def grown(request):
+  """Household trees with forks, and forks of forks, and the way they grew."""
+  constrained, temperature = request.param
+  agent = tiny.household(
+      MAX_TURNS, constrained=constrained, temperature=temperature)
+  params = tiny.params_of(agent.model)
+  tasks = agent.environment.tasks('train')[:2]
+  branch = [tiny.random_plan(0, points=3, max_forks=2, birth=0),
+            tiny.random_plan(1, points=3, max_forks=2, birth=1)]
+  result = agent.grower.grow(
+      params, tasks, jax.random.key(3), num_backbones=2, branch=branch)
+  yield agent, params, tasks, branch, result
+  agent.close()
+
+
+def test_trees_are_sound(grown):
+  _, _, _, branch, result = grown
+  tree = result.tree
+  tree.validate()
+  planned = sum(policy.plans[0].count.sum(axis=1) for policy in branch)
+  for b in range(2):
+    assert len(tiny.leaves(tree, b)) == 2 + planned[b]
+  for stage, policy in enumerate(branch, start=1):
+    # A fork of a node is a child of the node's parent.
+    for b in range(2):
+      plan = policy.plans[0]
+      expected = collections.Counter()
+      for node, count in zip(plan.node[b], plan.count[b]):
+        if count:
+          expected[int(tree.parents[b, node])] += int(count)
+      new = np.flatnonzero(tree.birth[b] == stage)
+      above = tree.parents[b, new]
+      starts = above[tree.birth[b, above] != stage]
+      assert collections.Counter(starts.tolist()) == expected
+  depths = [len(tiny.path(tree, b, leaf))
+            for b in range(2) for leaf in tiny.leaves(tree, b)]
+  assert max(depths) == 1 + MAX_TURNS
+  assert (tree.birth == 2).any()
+
+
+def test_what_is_counted_is_in_the_tree(grown):
+  result = grown[-1]
+  assert result.compute.environment_steps == (
+      result.tree.node_mask.sum() - len(result.tree.parents))
+  assert result.compute.generated_tokens == result.tree.action_mask.sum()
+  assert sum(result.statuses.values()) == result.compute.environment_steps
+
+
+def test_learner_computes_what_the_sampler_recorded(grown):
+  agent, params, _, _, result = grown
+  tree = result.tree
+  ones = np.asarray(tree.action_mask, np.float32)
+  rows = packing.pack(tree, types.Credit(advantages=ones, weights=ones))
+  values = jax.jit(
+      lambda p, r: packing.token_log_probs(
+          agent.model, p, r, agent.sampler.temperature)
+  )(params, rows)
+  log_probs, entropies = (
+      np.asarray(packing.unpack(x, rows, tree.tokens.shape)) for x in values)
+  for birth in (0, 1, 2):
+    mask = tree.action_mask & (tree.birth == birth)[..., None]
+    assert mask.sum() > 10
+    np.testing.assert_allclose(
+        log_probs[mask], tree.behaviour_log_probs[mask], atol=1e-5)
+    np.testing.assert_allclose(entropies[mask], tree.entropies[mask], atol=1e-5)
+  assert np.ptp(tree.behaviour_log_probs[tree.action_mask]) > 0.5
+  off = ~tree.action_mask
+  assert not tree.behaviour_log_probs[off].any() and not log_probs[off].any()
+
+
+def test_every_path_replays_from_the_reset(grown):
+  agent, _, tasks, _, result = grown
+  for b, task in enumerate(tasks):
+    tiny.replay(result.tree, b, task, agent.environment, agent.batched.codec,
+                MAX_TURNS)
+
+
+def test_only_admissible_commands_are_drawn(grown):
+  agent, _, _, _, result = grown
+  invalid = result.statuses.get(base.Status.INVALID_ACTION, 0)
+  if agent.sampler.constrained:
+    assert not invalid
+  else:
+    assert invalid  # A free policy of random weights knows no command.
+  allowed = np.asarray(sampling.unpack_bits(result.tree.allowed))
+  taken = np.take_along_axis(allowed, result.tree.tokens[..., None], axis=-1)
+  assert taken[result.tree.action_mask].all()
+  sizes = allowed.sum(axis=-1)[result.tree.action_mask]
+  assert (sizes < 112).all() == agent.sampler.constrained
+
+
+def test_all_states_are_given_back(grown):
+  assert tiny.num_held(grown[0].grower) == 0
+
+
+# In the corridor: episodes end at different turns and are often won.
+
+
+@pytest.fixture(scope='module')
+def corridor():
+  grower = tiny.corridor()
+  model_params = tiny.params_of(tiny.model(96))
+  return grower, model_params
+
+
+def tokens_of(tree, b):
+  """Everything a tree holds, padding aside, in the order of its nodes."""
+  num_nodes = tree.node_mask[b].sum()
+  return [
+      (int(tree.parents[b, n]), tree.tokens[b, n][tree.token_mask[b, n]].tolist(),
+       float(tree.rewards[b, n]), bool(tree.terminal[b, n]),
+       int(tree.birth[b, n]))
+      for n in range(num_nodes)]
+
+
+def stages():
+  return [tiny.random_plan(0, 2, 2, birth=0)]
+
+
+def test_corridor_is_won_and_replays(corridor):
+  grower, params = corridor
+  environment = toys.Corridor()
+  tasks = environment.tasks('train')
+  result = grower.grow(
+      params, tasks, jax.random.key(0), num_backbones=2,
+      branch=[tiny.random_plan(0, 1, 2, birth=0)])
+  won = sum(
+      tiny.replay(result.tree, b, task, environment, grower.environment.codec,
+                  grower.max_turns)
+      for b, task in enumerate(tasks))
+  assert won >= 2
+  assert environment.num_live == 0
+  assert grower.environment.store.environment.num_live == 0
+
+
+def test_other_tasks_of_the_batch_change_nothing(corridor):
+  grower, params = corridor
+  key = jax.random.key(1)
+
+  def grow(*names):
+    tasks = [f'train/{name}' for name in names]
+    return grower.grow(params, tasks, key, num_backbones=2).tree
+  reference = grow(0, 3)
+  for names, index in (((1, 3), 1), ((2, 3, 1, 0), 1), ((0,), 0), ((0, 1), 0)):
+    assert tokens_of(grow(*names), index) == tokens_of(reference, index)
+  assert tokens_of(grow(3, 0), 0) != tokens_of(reference, 1)
+
+
+def test_leaves_of_one_task_differ(corridor):
+  grower, params = corridor
+  tree = grower.grow(
+      params, ['train/3'] * 2, jax.random.key(2), num_backbones=4).tree
+  paths = {tuple(tiny.path_tokens(tree, b, leaf))
+           for b in range(2) for leaf in tiny.leaves(tree, b)}
+  # Two draws may agree by chance; were keys shared, four would.
+  assert len(paths) > 5
+
+
+def test_equal_keys_grow_equal_trees(corridor):
+  grower, params = corridor
+  grow = lambda seed: grower.grow(
+      params, ['train/2', 'train/3'], jax.random.key(seed), 2, stages()).tree
+  first, second, other = grow(0), grow(0), grow(1)
+  jax.tree.map(np.testing.assert_array_equal, first, second)
+  assert tokens_of(first, 0) != tokens_of(other, 0)
+
+
+@pytest.mark.slow  # Compiles for every shape that a batch passes through.
+def test_compaction_and_growth_of_the_cache_change_nothing(
+    corridor, monkeypatch):
+  grower, params = corridor
+  grow = lambda: grower.grow(
+      params, ['train/1', 'train/3'], jax.random.key(4), 4,
+      [tiny.random_plan(0, 2, 1, birth=0), tiny.random_plan(1, 2, 1, birth=1)])
+  expected = grow()
+  monkeypatch.setattr(rollout, '_MIN_ROWS', 4)
+  monkeypatch.setattr(rollout, '_CACHE_BUCKET', 64)
+  shapes = set()
+  act = grower.act
+
+  def watched(params, rows):
+    shapes.add(rows.cache.key_values.keys.shape[1:4:2])
+    return act(params, rows)
+  monkeypatch.setattr(grower, 'act', watched)
+  result = grow()
+  assert len({rows for rows, _ in shapes}) > 1
+  assert len({size for _, size in shapes}) > 1
+  for b in range(2):
+    assert tokens_of(result.tree, b) == tokens_of(expected.tree, b)
+  np.testing.assert_allclose(
+      result.tree.behaviour_log_probs, expected.tree.behaviour_log_probs,
+      atol=1e-5)
+  assert result.compute == expected.compute
+
+
+def test_greedy_needs_no_key(corridor):
+  grower, params = corridor
+  grow = lambda seed: grower.grow(
+      params, ['train/2', 'train/3'], jax.random.key(seed), greedy=True).tree
+  one, other = grow(0), grow(1)
+  jax.tree.map(np.testing.assert_array_equal, one, other)
+  mask = one.action_mask
+  # The likeliest of n tokens has a probability of 1 / n at least.
+  sizes = np.asarray(sampling.unpack_bits(one.allowed)).sum(axis=-1)
+  assert (one.behaviour_log_probs[mask] > -np.log(sizes[mask]) - 1e-6).all()
+
+
+def test_row_buckets():
+  assert [rollout.row_bucket(n) for n in (1, 16, 17, 25, 33, 49, 65)] == [
+      16, 16, 24, 32, 48, 64, 96]
+  assert [rollout.shrunk_bucket(n) for n in (1, 16, 17, 33)] == [16, 16, 32, 64]
+
+
+# What goes wrong.
+
+
+class Trap(toys.Corridor):
+  """Raises on one action; with `error`, something worse than a RuntimeError."""
+
+  def __init__(self, action, error=RuntimeError):
+    super().__init__()
+    self.action, self.error = action, error
+
+  def step(self, state, action):
+    if action == self.action:
+      raise self.error('a trap')
+    return super().step(state, action)
+
+
+def held(grower):
+  return (tiny.num_held(grower),
+          grower.environment.store.environment.num_live)
+
+
+def test_an_error_of_the_environment_ends_that_episode_alone(corridor):
+  grower, params = corridor
+  tasks = [f'train/{i}' for i in range(4)]
+  grow = lambda grower: grower.grow(
+      params, tasks, jax.random.key(5), num_backbones=3)
+  trapped = tiny.corridor(Trap('take key'), like=grower)
+  plain, result = grow(grower), grow(trapped)
+  result.tree.validate()
+  key = toys_tokens(grower, 'take', 'key')
+  num_trapped = 0
+  for b in range(4):
+    kept = []
+    for leaf in tiny.leaves(plain.tree, b):
+      nodes = []
+      for node in tiny.path(plain.tree, b, leaf):
+        nodes.append(action_of(plain.tree, b, node))
+        if nodes[-1] == key:
+          break
+      kept.append(nodes)
+    got = [[action_of(result.tree, b, n) for n in tiny.path(result.tree, b, l)]
+           for l in tiny.leaves(result.tree, b)]
+    assert sorted(got) == sorted(kept)
+    for leaf in tiny.leaves(result.tree, b):
+      if action_of(result.tree, b, leaf) == key:
+        num_trapped += 1
+        assert result.tree.truncated[b, leaf]
+        assert not result.tree.terminal[b, leaf]
+        assert result.tree.rewards[b, leaf] == 0
+  assert 0 < num_trapped < 12
+  assert result.statuses[base.Status.ERROR] == num_trapped
+  assert held(trapped) == (0, 0)
+
+
+def toys_tokens(grower, *words):
+  # pylint: disable=protected-access
+  return grower.environment.codec._tokenizer.encode(words)
+
+
+def action_of(tree, b, node):
+  return tree.tokens[b, node][tree.action_mask[b, node]].tolist()
+
+
+@pytest.mark.parametrize('environment, error', [
+    (lambda: Trap('go right', Stop), Stop),
+    (lambda: Trap('go right', KeyboardInterrupt), KeyboardInterrupt),
+    (toys.Priceless, ValueError),
+])
+def test_an_end_by_the_environment_leaves_no_state(
+    corridor, environment, error):
+  grower = tiny.corridor(environment(), like=corridor[0])
+  with pytest.raises(error):
+    grower.grow(corridor[1], ['train/2', 'train/3'], jax.random.key(0), 3)
+  assert held(grower) == (0, 0)
+  assert grower.environment.pending_error is None
+
+
+@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt])
+def test_an_end_by_the_branch_policy_leaves_no_state(corridor, error):
+  grower, params = corridor
+
+  def policy(_):
+    assert held(grower) > (0, 0)
+    raise error('no plan')
+  with pytest.raises(error, match='no plan'):
+    grower.grow(params, ['train/2'], jax.random.key(0), 1, [policy])
+  assert held(grower) == (0, 0)
+
+
+def test_parameters_that_are_no_numbers_leave_no_state(corridor):
+  grower, params = corridor
+  spoilt = jax.tree.map(lambda x: x * np.nan, params)
+  with pytest.raises(ValueError, match='finite'):
+    grower.grow(spoilt, ['train/2'], jax.random.key(0))
+  assert held(grower) == (0, 0)
+
+
+@pytest.mark.parametrize('node, offset', [(0, 0), (2, 1), (200, 0)])
+def test_a_fork_must_be_before_an_action(corridor, node, offset):
+  grower, params = corridor
+  one = lambda x: np.array([[x]])
+  plan = types.BranchPlan(node=one(node), offset=one(offset), count=one(1))
+  with pytest.raises(ValueError, match='before an action'):
+    grower.grow(params, ['train/3'], jax.random.key(0), 1, [lambda _: plan])
+  assert held(grower) == (0, 0)
+
+
+def test_a_plan_without_forks_is_no_fault(corridor):
+  grower, params = corridor
+  none = np.zeros((1, 2), int)
+  plan = types.BranchPlan(node=none - 1, offset=none, count=none)
+  grow = lambda *branch: grower.grow(
+      params, ['train/3'], jax.random.key(0), 2, branch).tree
+  jax.tree.map(np.testing.assert_array_equal, grow(), grow(lambda _: plan))
+
+
+def test_nothing_to_grow_is_told(corridor):
+  grower, params = corridor
+  for tasks, backbones in (([], 1), (['train/0'], 0)):
+    with pytest.raises(ValueError, match='at least one task'):
+      grower.grow(params, tasks, jax.random.key(0), backbones)
