@@ -3,10 +3,18 @@
 from bpo_jax import advantages
 from bpo_jax import algorithms
 from bpo_jax import branching
+from bpo_jax import checkpoint
+from bpo_jax import learner
 from bpo_jax import masked
+from bpo_jax import metrics
+from bpo_jax import models
 from bpo_jax import objectives
+from bpo_jax import packing
 from bpo_jax import returns
+from bpo_jax import rollout
+from bpo_jax import sampling
 from bpo_jax import siblings
+from bpo_jax import tokenizers
 from bpo_jax import tree
 from bpo_jax import types
 from bpo_jax import walks
@@ -25,10 +33,18 @@ __all__ = (
     'advantages',
     'algorithms',
     'branching',
+    'checkpoint',
+    'learner',
     'masked',
+    'metrics',
+    'models',
     'objectives',
+    'packing',
     'returns',
+    'rollout',
+    'sampling',
     'siblings',
+    'tokenizers',
     'tree',
     'types',
     'walks',

@@ -29,6 +29,8 @@ from absl import logging
 from bpo_jax import version
 import jax
 from jax.experimental import multihost_utils
+import jax.numpy as jnp
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 PyTree = Any
@@ -232,10 +234,9 @@ def _storage_error_code(error: BaseException | None) -> int | None:
 
 
 def _check_save(step: int, max_to_keep: int) -> None:
-  if step < 0:
-    raise ValueError(f'step must be at least 0, got {step}.')
-  if max_to_keep < 1:
-    raise ValueError(f'max_to_keep must be at least 1, got {max_to_keep}.')
+  for name, value, least in (('step', step, 0), ('max_to_keep', max_to_keep, 1)):
+    if value < least:
+      raise ValueError(f'{name} must be at least {least}, got {value}.')
 
 
 # ------------------------------------------------------------- restoring
@@ -327,10 +328,18 @@ def restore(
     if step is None and not found.path.exists():
       return restore(directory, target)  # Pruned while it was being read.
     raise
-  # A key comes back with a sharding that is equivalent, but not equal: without
-  # this, what was compiled for the target would be compiled again.
-  state = jax.device_put(state, jax.tree.map(lambda x: x.sharding, abstract))
-  return Restored(found.step, state, found.extra)
+  return Restored(found.step, jax.tree.map(_like, state, target), found.extra)
+
+
+def _like(array: jax.Array, target: jax.Array | jax.ShapeDtypeStruct):
+  # Even where only that differs, whether it is committed to a device, what was
+  # compiled for the target would be compiled again.
+  if getattr(target, 'committed', True):
+    return jax.device_put(array, target.sharding)
+  if not jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+    return jnp.asarray(np.asarray(array))
+  data = np.asarray(jax.random.key_data(array))
+  return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
 
 
 def _abstract(
@@ -421,6 +430,18 @@ def check_config(
   if _is_writer():
     path.parent.mkdir(parents=True, exist_ok=True)
     _write_json(path, config)
+
+
+def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
+  """Returns the config that the directory was claimed for.
+
+  Raises:
+    FileNotFoundError: if it holds no run.
+  """
+  path = _directory(directory) / _CONFIG
+  if path.exists():
+    return _read_json(path)
+  raise FileNotFoundError(f'no run in {path.parent}: it has no {path.name}')
 
 
 def config_diff(

@@ -87,15 +87,16 @@ class CsvWriter:
     """
     self._path = pathlib.Path(path)
     self._path.parent.mkdir(parents=True, exist_ok=True)
-    self._columns, rows = _read_rows(self._path, last_update)
+    columns, rows = _read_rows(self._path, last_update)
     self._last_update = int(rows[-1]['update']) if rows else -1
-    self._rewrite(rows)
+    self._rewrite(columns, rows)
 
   def write(self, update: int, values: Mapping[str, float]) -> None:
     """Appends a row and hands it to the system at once.
 
     Raises:
       ValueError: if the update is not after the last one written.
+      OSError: if the disk is full; later rows may be written nevertheless.
     """
     if update <= self._last_update:
       raise ValueError(
@@ -105,9 +106,9 @@ class CsvWriter:
     new = [name for name in values if name not in self._columns]
     if new:
       _, rows = _read_rows(self._path, self._last_update)
-      self._columns += new
-      self._file.close()
-      self._rewrite(rows)
+      old = self._file
+      self._rewrite(self._columns + new, rows)
+      old.close()
     self._writer.writerow({'update': update, **values})
     self._file.flush()
     self._last_update = update
@@ -116,18 +117,24 @@ class CsvWriter:
     """Closes the file."""
     self._file.close()
 
-  def _rewrite(self, rows: Sequence[Mapping[str, str]]) -> None:
-    """Replaces the file by one with these rows, and goes on appending to it."""
+  def _rewrite(
+      self, columns: list[str], rows: Sequence[Mapping[str, str]]
+  ) -> None:
+    """Replaces the file by one with these rows, and goes on appending to it.
+
+    Where the disk is full, everything stays as it was.
+    """
     partial = self._path.with_name(self._path.name + '.partial')
     with partial.open('w', newline='', encoding='utf-8') as file:
-      writer = _dict_writer(file, self._columns)
+      writer = _dict_writer(file, columns)
       writer.writeheader()
       writer.writerows(rows)
       file.flush()
       os.fsync(file.fileno())
     partial.rename(self._path)
     self._file = self._path.open('a', newline='', encoding='utf-8')
-    self._writer = _dict_writer(self._file, self._columns)
+    self._writer = _dict_writer(self._file, columns)
+    self._columns = columns
 
 
 def _dict_writer(file: TextIO, columns: Sequence[str]) -> csv.DictWriter:

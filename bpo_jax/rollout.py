@@ -7,7 +7,9 @@ fork steps again from the state before the action, whoever stepped from it.
 """
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -128,7 +130,12 @@ class _Archive:
 
 
 class Grower:
-  """Grows trees with one policy network in one batched environment."""
+  """Grows trees with one policy network in one batched environment.
+
+  Attributes:
+    seconds: where the time went so far, by part: `network`, `environment` and
+      `records` (nodes and what forks need).
+  """
 
   def __init__(
       self,
@@ -148,6 +155,7 @@ class Grower:
     self.model_config = model.config
     self.environment = environment
     self.max_turns = max_turns
+    self.seconds: collections.Counter[str] = collections.Counter()
     self.chunk = 1 + environment.codec.observation_length
     self.turn_length = self.chunk + sampler.action_length
     self.prefill = jax.jit(sampling.make_prefill(model), donate_argnums=1)
@@ -290,12 +298,16 @@ class _Growth:
     while True:
       rows = self._make_room(rows)
       before = _to_host(rows)
-      rows, actions = self._grower.act(self._params, rows)
-      rows, result = self._grower.advance(rows, actions)
-      actions, result = jax.device_get((actions, result))
+      with self._timed('network'):
+        rows, actions = self._grower.act(self._params, rows)
+        jax.block_until_ready(actions)
+      with self._timed('environment'):
+        rows, result = self._grower.advance(rows, actions)
+        actions, result = jax.device_get((actions, result))
       # First of all, so that whatever fails from here on leaks no state.
       self._handles += result.handles[result.handles > 0].tolist()
-      self._record(before, actions, result, leaves, birth)
+      with self._timed('records'):
+        self._record(before, actions, result, leaves, birth)
       self._grower.environment.raise_pending()
       active = np.array(rows.active)
       if not active.any():
@@ -307,6 +319,12 @@ class _Growth:
         rows, leaves = _close_ranks(rows, leaves, active, num_rows)
     if not is_last:
       self._archive.add(rows.cache, [leaf.number for leaf in leaves])
+
+  @contextlib.contextmanager
+  def _timed(self, part: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    self._grower.seconds[part] += time.perf_counter() - start
 
   def _start(
       self, decisions: list[_Decision]

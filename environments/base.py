@@ -18,7 +18,7 @@ class Status(enum.IntEnum):
   """What became of one request; numbers, because they cross a host callback."""
 
   OK = 0
-  INVALID_ACTION = 1  # Not understood; the state is unchanged, the episode lives.
+  INVALID_ACTION = 1  # Not understood: nothing changed, the episode lives on.
   ERROR = 2  # The environment raised; the episode is over, the run is not.
   DEAD = 3  # The sandbox is gone and cannot be replayed.
   TIMEOUT = 4  # The action outlived its deadline.

@@ -1,5 +1,6 @@
-"""Puts environment, phrasebook, network and sampler together."""
+"""Puts environment, phrasebook, network, sampler and optimiser together."""
 
+from collections.abc import Sequence
 import dataclasses
 import os
 import pathlib
@@ -7,7 +8,9 @@ from typing import Any
 
 from absl import logging
 import jax
+import optax
 
+from bpo_jax import learner
 from bpo_jax import rollout
 from bpo_jax import sampling
 from bpo_jax import tokenizers
@@ -34,6 +37,7 @@ class Agent:
     model: the network.
     sampler: how actions are drawn.
     grower: plays episodes and grows trees.
+    faults: what was wrong with the tasks that `playable` turned down.
   """
 
   environment: Any
@@ -43,6 +47,23 @@ class Agent:
   model: transformer.Transformer
   sampler: sampling.SamplerConfig
   grower: rollout.Grower
+  faults: set[str] = dataclasses.field(default_factory=set)
+
+  def playable(self, tasks: Sequence[Any], index: int) -> Any | None:
+    """Returns the task at an index, or None where its game is broken.
+
+    What is wrong with a game is reported the first time.
+    """
+    try:
+      task = tasks[index]
+      first, _ = self.batched.reset([task], [0])
+    except ValueError as error:
+      if str(error) not in self.faults:
+        logging.warning('A task is passed over: %s', error)
+      self.faults.add(str(error))
+      return None
+    self.batched.release(first.handles)
+    return task
 
   def close(self) -> None:
     """Gives everything back; reports the words that had no token."""
@@ -113,4 +134,28 @@ def make_agent(config: configs.AgentConfig) -> Agent:
   grower = rollout.Grower(model, batched, sampler, config.max_turns)
   return Agent(
       environment, phrasebook, tokenizer, batched, model, sampler, grower
+  )
+
+
+def init_params(config: configs.TrainConfig, agent: Agent) -> dict:
+  """Returns the untrained parameters that the config's seed gives."""
+  return transformer.init_params(
+      agent.model.config, jax.random.key(config.seed)
+  )
+
+
+def make_optimizer(config: configs.TrainConfig) -> optax.GradientTransformation:
+  """Returns the optimiser of reinforcement learning."""
+  return learner.make_optimizer(
+      learner.OptimizerConfig(
+          max_gradient_norm=config.max_gradient_norm,
+          weight_decay=config.weight_decay,
+      )
+  )
+
+
+def init_state(config: configs.TrainConfig, params: dict) -> learner.TrainState:
+  """Returns the state of a run at its start, which takes over `params`."""
+  return learner.init_state(
+      params, make_optimizer(config), jax.random.key(config.seed)
   )

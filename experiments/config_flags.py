@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar
 
 from absl import app
 from absl import flags
-from experiments import configs
+from experiments import config_fields
 
 Config = TypeVar('Config')
 _BOOLEANS = {
@@ -46,14 +46,14 @@ def define(
   """Defines a flag for every field of a config, nested configs included.
 
   Args:
-    config_class: a frozen dataclass of `configs.field`s.
+    config_class: a frozen dataclass of `config_fields.field`s.
     prefix: put before every name.
     flag_values: where the flags go.
 
   Raises:
     ValueError: if a field's own default is not one of its values.
   """
-  annotations = configs.annotations_of(config_class)
+  annotations = config_fields.annotations_of(config_class)
   for spec in dataclasses.fields(config_class):
     annotation = annotations[spec.name]
     if dataclasses.is_dataclass(annotation):
@@ -73,7 +73,7 @@ def read(
     flags.IllegalFlagValueError: if values that are right one by one do not go
       together, by the config's own `__post_init__`. `run` prints it.
   """
-  annotations = configs.annotations_of(config_class)
+  annotations = config_fields.annotations_of(config_class)
   values = {}
   for spec in dataclasses.fields(config_class):
     annotation, name = annotations[spec.name], prefix + spec.name
@@ -108,7 +108,7 @@ def parse(
     _exit(str(error))
   if rest[1:]:
     _exit(f'Unexpected argument {rest[1]!r}: write --name=value.'
-          + configs.near(rest[1].split('=')[0], list(flag_values)))
+          + config_fields.near(rest[1].split('=')[0], list(flag_values)))
   return rest
 
 
@@ -126,12 +126,12 @@ def from_dict(config_class: type[Config], values: Mapping[str, Any]) -> Config:
   Raises:
     ValueError: if a name is unknown or missing, or a value is not allowed.
   """
-  annotations = configs.annotations_of(config_class)
+  annotations = config_fields.annotations_of(config_class)
   unknown = sorted(set(values) - set(annotations))
   if unknown:
     raise ValueError(
         f'{config_class.__name__} has no field {unknown[0]}.'
-        + configs.near(unknown[0], list(annotations))
+        + config_fields.near(unknown[0], list(annotations))
     )
   required = [
       spec.name for spec in dataclasses.fields(config_class)
@@ -172,19 +172,19 @@ class _FieldParser(flags.ArgumentParser):
   def __init__(self, annotation: Any, metadata: Mapping[str, Any]):
     self._annotation = annotation
     self._metadata = metadata
-    self.syntactic_help = configs.describe(annotation)
+    self.syntactic_help = config_fields.describe(annotation)
 
   def parse(self, argument: Any) -> Any:
     value = argument
     if isinstance(argument, str):
       value = _from_text(argument, self._annotation)
-    fault = configs.find_fault(value, self._annotation, self._metadata)
+    fault = config_fields.find_fault(value, self._annotation, self._metadata)
     if fault:
       raise ValueError(fault)
     return value
 
   def flag_type(self) -> str:
-    return configs.describe(self._annotation)
+    return config_fields.describe(self._annotation)
 
 
 class _FieldSerializer(flags.ArgumentSerializer):
@@ -202,7 +202,7 @@ class _FieldFlag(flags.Flag):
     super().__init__(
         _FieldParser(annotation, spec.metadata), _FieldSerializer(), name,
         None if default is dataclasses.MISSING else default, _help_text(spec),
-        boolean=bool in (annotation, configs.optional_of(annotation)),
+        boolean=bool in (annotation, config_fields.optional_of(annotation)),
     )
 
 
@@ -239,13 +239,13 @@ def _from_text(text: str, annotation: Any) -> Any:
 
   Text that does not parse is returned for `find_fault` to name.
   """
-  inner = configs.optional_of(annotation)
+  inner = config_fields.optional_of(annotation)
   if inner is not None:
     is_none = text.strip().lower() in ('none', '')
     return None if is_none else _from_text(text, inner)
   if typing.get_origin(annotation) is tuple:
     parts = [part.strip() for part in text.split(',')] if text.strip() else []
-    elements = configs.tuple_elements(annotation, len(parts))
+    elements = config_fields.tuple_elements(annotation, len(parts))
     if len(elements) != len(parts):
       return text
     return tuple(map(_from_text, parts, elements))
@@ -284,13 +284,13 @@ def _plain(value: Any) -> Any:
 
 
 def _from_plain(value: Any, annotation: Any) -> Any:
-  inner = configs.optional_of(annotation)
+  inner = config_fields.optional_of(annotation)
   if inner is not None and value is not None:
     return _from_plain(value, inner)
   if dataclasses.is_dataclass(annotation) and isinstance(value, Mapping):
     return from_dict(annotation, value)
   if typing.get_origin(annotation) is tuple and isinstance(value, list):
-    elements = configs.tuple_elements(annotation, len(value))
+    elements = config_fields.tuple_elements(annotation, len(value))
     if len(elements) != len(value):
       return tuple(value)
     return tuple(map(_from_plain, value, elements))
@@ -310,15 +310,15 @@ def _unknown_flag(name: str, names: Sequence[str]) -> str:
   """Names the flags that are spelled like `name`, or nested under it."""
   if name.startswith('no') and name[2:] in names:
     return f'--{name}: flag {name[2:]} is not true or false; give it a value.'
-  close = configs.near(name, list(names)) or _near_inner(name, names)
+  close = config_fields.near(name, list(names)) or _near_inner(name, names)
   return f'Unknown flag --{name}.' + (close or ' See --help for all flags.')
 
 
 def _near_inner(name: str, names: Sequence[str]) -> str:
-  """Like `configs.near`, by the last part of dotted names."""
+  """Like `config_fields.near`, by the last part of dotted names."""
   full = {n.rsplit('.', 1)[-1]: n for n in names}
   close = difflib.get_close_matches(name.rsplit('.', 1)[-1], list(full), n=3)
-  return configs.near(full[close[0]], list(names)) if close else ''
+  return config_fields.near(full[close[0]], list(names)) if close else ''
 
 
 def _exit(message: str) -> typing.NoReturn:

@@ -1,165 +1,24 @@
-"""Configs of the experiments: frozen dataclasses whose fields check themselves.
+"""Configs of the experiments, and the algorithm that a config spells out.
 
-A field says what it means, and what values it takes, where it is declared:
-
-  @dataclasses.dataclass(frozen=True)
-  class TrainConfig:
-    learning_rate: float = field(1e-3, 'Step size of Adam.', min=0.0)
-    __post_init__ = check
-
-`config_flags` makes a flag of every field. A default of None in an optional
-field means the algorithm's own default.
+A default of None in an optional field means the algorithm's own default.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import dataclasses
-import difflib
-import enum
 import inspect
-import math
-import types
-import typing
-from typing import Any, Literal
+from typing import Any
 
+from bpo_jax import advantages
 from bpo_jax import algorithms
 from bpo_jax import learner
-from bpo_jax import types as bpo_types
+from bpo_jax import returns
+from bpo_jax import types
+from experiments import config_fields
 
+field = config_fields.field
+check = config_fields.check
 
-def field(
-    default: Any = dataclasses.MISSING,
-    help: str = '',  # pylint: disable=redefined-builtin
-    *,
-    min: float | None = None,  # pylint: disable=redefined-builtin
-    max: float | None = None,  # pylint: disable=redefined-builtin
-    choices: Sequence[Any] | None = None,
-) -> Any:
-  """Declares a config field.
-
-  Args:
-    default: its value unless given; left out, the flag is required.
-    help: one sentence with the unit, shown by --help.
-    min: smallest value allowed; for a tuple, of each element.
-    max: largest value allowed; for a tuple, of each element.
-    choices: the only values allowed; for a tuple, of each element.
-  """
-  metadata = {'help': help, 'min': min, 'max': max, 'choices': choices}
-  return dataclasses.field(default=default, metadata=metadata)
-
-
-def check(config: Any) -> None:
-  """Raises ValueError naming the first field with a wrong type or range.
-
-  Meant as `__post_init__`, so that no config with such a value can be made.
-  """
-  annotations = annotations_of(type(config))
-  for spec in dataclasses.fields(config):
-    fault = find_fault(
-        getattr(config, spec.name), annotations[spec.name], spec.metadata
-    )
-    if fault:
-      raise ValueError(f'{type(config).__name__}.{spec.name}: {fault}')
-
-
-def find_fault(
-    value: Any, annotation: Any, metadata: typing.Mapping[str, Any]
-) -> str:
-  """Returns what is wrong with a field's value, or '' if nothing is."""
-  if not _has_type(value, annotation):
-    return f'expected {describe(annotation)}, got {value!r}.'
-  for element in value if isinstance(value, tuple) else (value,):
-    fault = _range_fault(element, metadata)
-    if fault:
-      return fault
-  return ''
-
-
-def _range_fault(value: Any, metadata: typing.Mapping[str, Any]) -> str:
-  if value is None:
-    return ''
-  if isinstance(value, float) and math.isnan(value):
-    return 'expected a number, got nan.'
-  low, high = metadata.get('min'), metadata.get('max')
-  if low is not None and value < low:
-    return f'expected at least {low}, got {value}.'
-  if high is not None and value > high:
-    return f'expected at most {high}, got {value}.'
-  choices = metadata.get('choices')
-  if choices is not None and value not in choices:
-    return f'expected one of {_join(choices)}, got {value}.' + near(
-        str(value), [str(choice) for choice in choices])
-  return ''
-
-
-def near(name: str, names: Sequence[str]) -> str:
-  """Returns ' Did you mean ...?' with the names most like `name`, or ''."""
-  close = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
-  return f' Did you mean {" or ".join(close)}?' if close else ''
-
-
-def annotations_of(config_class: type) -> dict[str, Any]:
-  """Returns field name -> type, with annotations that are text resolved."""
-  return typing.get_type_hints(config_class)
-
-
-def optional_of(annotation: Any) -> Any:
-  """Returns T if the annotation is `T | None`, else None."""
-  if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
-    return None
-  members = [a for a in typing.get_args(annotation) if a is not type(None)]
-  if len(members) != 1 or len(typing.get_args(annotation)) != 2:
-    raise TypeError(f'a config field may be T or T | None, not {annotation}.')
-  return members[0]
-
-
-def tuple_elements(annotation: Any, length: int) -> list[Any]:
-  """Returns the types of a tuple's elements for a value of that length."""
-  arguments = typing.get_args(annotation)
-  if len(arguments) == 2 and arguments[1] is Ellipsis:
-    return [arguments[0]] * length
-  return list(arguments)
-
-
-def describe(annotation: Any) -> str:
-  """Returns the type in words, such as `int or none`."""
-  inner = optional_of(annotation)
-  if inner is not None:
-    return f'{describe(inner)} or none'
-  if typing.get_origin(annotation) is Literal:
-    return 'one of ' + _join(typing.get_args(annotation))
-  if typing.get_origin(annotation) is tuple:
-    arguments = typing.get_args(annotation)
-    if arguments[-1] is Ellipsis:
-      return f'{describe(arguments[0])} values with commas between'
-    return ','.join(describe(argument) for argument in arguments)
-  if issubclass(annotation, enum.Enum):
-    return 'one of ' + _join([member.name.lower() for member in annotation])
-  return {bool: 'true or false', str: 'text'}.get(
-      annotation, annotation.__name__)
-
-
-def _join(values: Sequence[Any]) -> str:
-  return ', '.join(str(value) for value in values)
-
-
-def _has_type(value: Any, annotation: Any) -> bool:
-  inner = optional_of(annotation)
-  if inner is not None:
-    return value is None or _has_type(value, inner)
-  if typing.get_origin(annotation) is Literal:
-    return value in typing.get_args(annotation)
-  if typing.get_origin(annotation) is tuple:
-    if not isinstance(value, tuple):
-      return False
-    elements = tuple_elements(annotation, len(value))
-    return len(elements) == len(value) and all(map(_has_type, value, elements))
-  if annotation in (int, float):
-    numbers = int if annotation is int else (int, float)
-    return isinstance(value, numbers) and not isinstance(value, bool)
-  return isinstance(value, annotation)
-
-
-# ------------------------------------------------------------ the experiments
+_DEFAULT_UPDATES = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,8 +81,10 @@ class TrainConfig(AgentConfig):
       min=2,
   )
   min_spacing: int | None = field(
-      None, 'Tokens between two branch points of a path; None for 8, two turns'
-      ' in the terse wording.', min=0
+      None,
+      'Tokens between two branch points of a path; None for 8, two turns in the'
+      ' terse wording.',
+      min=0,
   )
   entropy_quantile: float = field(
       0.7,
@@ -235,26 +96,32 @@ class TrainConfig(AgentConfig):
       None, 'Factor on prefix credit per action of distance.', min=0.0, max=1.0
   )
   prefix_credit: str | None = field(
-      None, 'Credit of what led to a branch point (bpo).'
+      None, 'Credit of what led to a branch point (bpo).',
+      choices=advantages.PREFIX_CREDITS,
   )
   root_group: bool | None = field(
       None, 'Whether several backbones are a sibling group (bpo).'
   )
   node_weighting: str | None = field(
-      None, 'Weights of tree tokens: uniform or split (bpo, bpo_rb).'
+      None, 'Weights of tree tokens (bpo, bpo_rb).',
+      choices=advantages.NODE_WEIGHTINGS,
   )
   node_values: str | None = field(
-      None, 'Return of a sibling: own, leaf_mean or split_mean (bpo, bpo_rb).'
+      None, 'What stands for the return of a sibling (bpo, bpo_rb).',
+      choices=returns.AGGREGATES,
   )
   incumbent: str | None = field(
-      None, 'keep or drop what a fork was compared with (bpo, bpo_rb).'
+      None, 'What was there before a fork, in the loss (bpo, bpo_rb).',
+      choices=advantages.INCUMBENTS,
   )
   rho: float | None = field(
       None, 'Trust in the siblings as a baseline (bpo_rb).', min=0.0, max=1.0
   )
 
   # Budget: whichever is spent first ends the run.
-  updates: int | None = field(None, 'Updates to do.', min=1)
+  updates: int | None = field(
+      None, 'Updates to do; 100 where no budget is given.', min=1
+  )
   budget_steps: int | None = field(None, 'Environment steps to take.', min=1)
   budget_tokens: int | None = field(None, 'Action tokens to generate.', min=1)
   tasks_per_update: int = field(16, 'Tasks, each a tree, per update.', min=1)
@@ -317,6 +184,52 @@ class TrainConfig(AgentConfig):
       True, 'Write TensorBoard files where tensorboardX is installed.'
   )
 
+  def __post_init__(self):
+    super().__post_init__()
+    method(self)  # Refuses options that the algorithm does not have.
+    if self.resume and self.workdir is None:
+      raise ValueError('--resume needs the --workdir of the run to go on with')
+
+  @property
+  def max_updates(self) -> int | None:
+    """Updates after which the run ends, if it is to end by their number."""
+    if self.updates or self.budget_steps or self.budget_tokens:
+      return self.updates
+    return _DEFAULT_UPDATES
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig:
+  """One evaluation of a run's policy."""
+
+  workdir: str = field(help='The run: the --workdir that it was trained with.')
+  data: str | None = field(
+      None, "ALFWorld's data; None for where they were in training."
+  )
+  split: str = field('valid_unseen', 'Split to evaluate on.')
+  tasks: int | None = field(
+      None, 'Tasks of it, spread evenly; None for all.', min=1
+  )
+  passes: int = field(3, 'Sampled episodes of each task.', min=1)
+  greedy: str = field(
+      'both',
+      'Whether to take the likeliest tokens (yes), to draw them (no), or both.',
+      choices=('both', 'yes', 'no'),
+  )
+  warm_start: bool = field(
+      False, 'Score the policy that training began with instead.'
+  )
+  step: int | None = field(
+      None, 'Update whose checkpoint to take; None for the last one.', min=0
+  )
+  seed: int = field(0, 'Seed of the sampled episodes.', min=0)
+  out: str | None = field(None, 'JSON file to write the scores to.')
+
+  def __post_init__(self):
+    check(self)
+    if self.warm_start and self.step is not None:
+      raise ValueError('--warm_start and --step exclude each other')
+
 
 # What a resumed run may set anew: how long it is and how it is watched.
 MAY_CHANGE = (
@@ -339,8 +252,8 @@ class Method:
   """
 
   num_backbones: int
-  credit: Callable[[Any], bpo_types.Credit]
-  plan: Callable[[Any, Any], bpo_types.BranchPlan] | None
+  credit: Callable[[Any], types.Credit]
+  plan: Callable[[Any, Any], types.BranchPlan] | None
   loss: learner.LossConfig
 
 
@@ -363,7 +276,8 @@ def method(config: TrainConfig) -> Method:
       for name in names if getattr(config, name) is not None
   }
   options = chosen(_ESTIMATOR_OPTIONS)
-  unknown = set(options) - set(inspect.signature(algorithm.estimator).parameters)
+  known = inspect.signature(algorithm.estimator).parameters
+  unknown = set(options) - set(known)
   if unknown:
     raise ValueError(
         f'--{sorted(unknown)[0]} is no option of {algorithm.name}; leave it out'

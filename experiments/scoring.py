@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
+from absl import logging
 import jax
 import numpy as np
 
@@ -123,8 +124,20 @@ def evaluate(
   )
 
 
+def report(label: str) -> Callable[[int, int], None]:
+  """Returns a `progress` for `evaluate` that logs how far it has come."""
+  return lambda done, total: logging.info(
+      '%s: %d of %d tasks', label, done, total
+  )
+
+
 def task_types(environment: Any, tasks: Sequence[Any]) -> list[str]:
-  """Returns the type of each task, as its first time step tells."""
+  """Returns the type of each task, as its first time step tells.
+
+  Raises:
+    ValueError: if a task's game is broken: a score without it would be of
+      another set of tasks.
+  """
   types = []
   for task in tasks:
     state, timestep = environment.reset(task)

@@ -12,10 +12,12 @@ for bit, with --resume and the same flags.
 """
 
 from collections.abc import Iterator, Sequence
+import contextlib
 import dataclasses
 import functools
 import json
 import pathlib
+import sys
 import time
 from typing import Any
 
@@ -29,6 +31,7 @@ from bpo_jax import checkpoint
 from bpo_jax import learner
 from bpo_jax import metrics
 from bpo_jax import packing
+from bpo_jax import rollout
 from bpo_jax import tree as trees
 from experiments import assembly
 from experiments import config_flags
@@ -75,17 +78,16 @@ def set_up(config: configs.TrainConfig) -> Run:
     ValueError: if the data, a split or the workdir is not what it should be.
     OSError: if the workdir cannot be written to.
   """
-  workdir = make_workdir(config)
   agent = assembly.make_agent(config)
   train_tasks = agent.environment.tasks(config.train_split)
   eval_tasks = scoring.spread(
       agent.environment.tasks(config.eval_split), config.eval_tasks
   )
+  eval_types = scoring.task_types(agent.environment, eval_tasks)
+  workdir = make_workdir(config)
   reference = warm_start.load(config, agent, workdir)
-  optimizer = make_optimizer(config)
   # A copy: the update consumes the arrays of the state that it is given.
-  params = jax.tree.map(jnp.copy, reference)
-  state = learner.init_state(params, optimizer, jax.random.key(config.seed))
+  state = assembly.init_state(config, jax.tree.map(jnp.copy, reference))
   if checkpoint.latest_step(workdir / 'checkpoints') is not None:
     state = checkpoint.restore(workdir / 'checkpoints', state).state
     logging.info('Going on after update %d.', int(state.update))
@@ -95,7 +97,7 @@ def set_up(config: configs.TrainConfig) -> Run:
       method=configs.method(config),
       train_tasks=train_tasks,
       eval_tasks=eval_tasks,
-      eval_types=scoring.task_types(agent.environment, eval_tasks),
+      eval_types=eval_types,
       workdir=workdir,
       reference=reference,
       state=state,
@@ -114,49 +116,50 @@ def make_workdir(config: configs.TrainConfig) -> pathlib.Path:
     workdir = pathlib.Path('runs') / name
   else:
     workdir = pathlib.Path(config.workdir)
-  values = config_flags.to_dict(config)
-  checkpoint.check_config(workdir / 'checkpoints', values, configs.MAY_CHANGE)
   has_run = checkpoint.latest_step(workdir / 'checkpoints') is not None
   if has_run and not config.resume:
     raise ValueError(
         f'{workdir} holds a run already; pass --resume to go on with it, or'
         ' another --workdir'
     )
+  values = config_flags.to_dict(config)
+  checkpoint.check_config(workdir / 'checkpoints', values, configs.MAY_CHANGE)
   return workdir
-
-
-def make_optimizer(config: configs.TrainConfig):
-  """Returns the optimiser of reinforcement learning."""
-  return learner.make_optimizer(
-      learner.OptimizerConfig(
-          max_gradient_norm=config.max_gradient_norm,
-          weight_decay=config.weight_decay,
-      )
-  )
 
 
 def budget_spent(config: configs.TrainConfig, state) -> float:
   """Returns the share of the budget that is spent, of the scarcest kind."""
   spent = (
-      (int(state.update), config.updates),
+      (int(state.update), config.max_updates),
       (int(state.environment_steps), config.budget_steps),
       (int(state.generated_tokens), config.budget_tokens),
   )
   return max(done / limit for done, limit in spent if limit is not None)
 
 
-def next_tasks(run: Run) -> list[Any]:
-  """Returns the tasks of the next update: every task once, then again.
+def next_tasks(run: Run) -> tuple[list[Any], int]:
+  """Returns the tasks of the next update, and how many were seen after it.
 
-  A function of the seed and of how many tasks were seen, so that nothing but a
-  number has to be kept.
+  Every task comes once, then every task again, in an order that the seed gives:
+  nothing but a number has to be kept. A task whose game is broken is passed
+  over, and the one after it takes its place.
+
+  Raises:
+    ValueError: if no task can be played.
   """
   size, seen = len(run.train_tasks), int(run.state.tasks_seen)
   chosen = []
-  for place in range(seen, seen + run.config.tasks_per_update):
+  for place in range(seen, seen + 2 * size + run.config.tasks_per_update):
     epoch, offset = divmod(place, size)
-    chosen.append(run.train_tasks[int(_order(run.config.seed, epoch, size)[offset])])
-  return chosen
+    index = int(_order(run.config.seed, epoch, size)[offset])
+    task = run.agent.playable(run.train_tasks, index)
+    chosen += [] if task is None else [task]
+    if len(chosen) == run.config.tasks_per_update:
+      return chosen, place + 1
+  raise ValueError(
+      f'only {len(chosen)} tasks of the split {run.config.train_split!r} can be'
+      f' played; the others are broken, such as {min(run.agent.faults)}'
+  )
 
 
 @functools.lru_cache(maxsize=2)
@@ -222,27 +225,36 @@ class Clock:
 def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
   """Yields the number and the metrics of each update until the budget is spent.
 
-  `run.state` moves on; a checkpoint is written every `save_every` updates.
+  `run.state` moves on. A checkpoint is written every `save_every` updates, when
+  the metrics have been dealt with: a run that goes on from a checkpoint writes
+  later metrics again, but cannot make up for earlier ones.
+
+  Raises:
+    FloatingPointError: if a gradient is not finite. Nothing is lost but the
+      updates since the last checkpoint.
   """
   config, agent, method = run.config, run.agent, run.method
   update_fn = learner.make_update_fn(
-      agent.model, make_optimizer(config), learner.make_policy_loss(method.loss),
+      agent.model,
+      assembly.make_optimizer(config),
+      learner.make_policy_loss(method.loss),
       config.temperature,
   )
   reference = run.reference if method.loss.kl_coef else None
   credit_fn = jax.jit(method.credit)
   plan_fn = method.plan and jax.jit(method.plan)
   clock = Clock()
+  clock.lap('time/saving')  # Later, that of the update before.
   while budget_spent(config, run.state) < 1.0:
-    clock.restart()
     environment_seconds = agent.batched.seconds
-    state = run.state
+    state, number = run.state, int(run.state.update) + 1
     branch = []
     if plan_fn is not None:
       branch = [lambda tree: plan_fn(bare(tree), state.branch_threshold)]
+    tasks, tasks_seen = next_tasks(run)
     grown = agent.grower.grow(
         state.params,
-        next_tasks(run),
+        tasks,
         jax.random.fold_in(state.rng_key, state.update),
         method.num_backbones,
         branch,
@@ -259,16 +271,14 @@ def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
       state, values = update_fn(state, batches, rate, reference)
     if not np.isfinite(values['gradient/norm']):
       raise FloatingPointError(
-          f'the gradient of update {int(state.update)} is not finite; the last'
-          f' checkpoint in {run.workdir} is whole. Lower --learning_rate.'
+          f'the gradient of update {number} is not finite. The last checkpoint'
+          f' in {run.workdir}, if one was due before, is whole; start another'
+          ' run with a lower --learning_rate.'
       )
     clock.lap('time/learning')
-    run.state = count_up(config, state, grown)
-    update = int(run.state.update)
-    if update % config.save_every == 0 or budget_spent(config, run.state) >= 1:
-      save(run)
-    clock.lap('time/saving')
-    yield update, {
+    skipped = tasks_seen - int(state.tasks_seen) - len(tasks)
+    run.state = count_up(config, state, grown, tasks_seen)
+    yield number, {
         **tree_metrics(grown.tree),
         **values,
         'steps': grown.compute.environment_steps,
@@ -279,10 +289,15 @@ def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
         'rows/computed_tokens': sum(batch.tokens.size for batch in batches),
         'learning_rate': rate,
         'branch_threshold': float(run.state.branch_threshold),
+        'skipped_tasks': skipped,
         'errors': sum(n for status, n in grown.statuses.items() if status > 1),
         **clock.laps,
         'time/update': clock.total(),
     }
+    clock.restart()
+    if number % config.save_every == 0 or budget_spent(config, run.state) >= 1:
+      save(run)
+    clock.lap('time/saving')
 
 
 def bare(tree: trees.Tree) -> trees.Tree:
@@ -290,8 +305,10 @@ def bare(tree: trees.Tree) -> trees.Tree:
   return tree.replace(allowed=None)
 
 
-def count_up(config, state: learner.TrainState, grown) -> learner.TrainState:
-  """Returns the state with the update's tasks, cost and entropies counted in."""
+def count_up(
+    config, state: learner.TrainState, grown: rollout.Rollout, tasks_seen: int
+) -> learner.TrainState:
+  """Returns the state with an update's tasks, cost and entropies counted in."""
   quantile = np.quantile(
       first_token_entropies(grown.tree), config.entropy_quantile
   )
@@ -300,7 +317,7 @@ def count_up(config, state: learner.TrainState, grown) -> learner.TrainState:
   return state._replace(
       # Epochs step the optimiser several times; an update is one batch of data.
       update=state.update - config.epochs + 1,
-      tasks_seen=state.tasks_seen + config.tasks_per_update,
+      tasks_seen=jnp.asarray(tasks_seen, jnp.int32),
       environment_steps=state.environment_steps
       + grown.compute.environment_steps,
       generated_tokens=state.generated_tokens + grown.compute.generated_tokens,
@@ -325,16 +342,15 @@ def save(run: Run) -> None:
 
 def score(run: Run, label: str) -> scoring.Score:
   """Plays the evaluation split with the policy as it is."""
-  passes = run.config.eval_passes
-
-  def progress(done: int, total: int) -> None:
-    logging.info('%s: %d of %d tasks x %d', label, done, total, passes)
-
   return scoring.evaluate(
-      run.agent.grower, run.state.params, run.eval_tasks, run.eval_types,
+      run.agent.grower,
+      run.state.params,
+      run.eval_tasks,
+      run.eval_types,
       # Not a key of training: updates are folded in from 0 up.
-      jax.random.fold_in(run.state.rng_key, _EVALUATION), passes,
-      progress=progress,
+      jax.random.fold_in(run.state.rng_key, _EVALUATION),
+      run.config.eval_passes,
+      progress=scoring.report(label),
   )
 
 
@@ -349,6 +365,17 @@ def make_writers(run: Run) -> list[metrics.Writer]:
     except ImportError as error:
       logging.warning('%s', error)
   return writers
+
+
+def write_metrics(
+    writers: Sequence[metrics.Writer], update: int, values: dict[str, float]
+) -> None:
+  """Writes the metrics of an update; a full disk costs them, not the run."""
+  for writer in writers:
+    try:
+      writer.write(update, values)
+    except OSError as error:
+      logging.error('Metrics of update %d are not written: %s', update, error)
 
 
 def run_training(run: Run) -> dict[str, Any]:
@@ -368,12 +395,12 @@ def run_training(run: Run) -> dict[str, Any]:
     )
     if config.eval_every and update % config.eval_every == 0 and spent < 1:
       values['eval/success'] = score(run, f'update {update}').success
-    for writer in writers:
-      writer.write(update, values)
+    write_metrics(writers, update, values)
   line.close()
   after = score(run, 'last update')
   for writer in writers:
-    writer.close()
+    with contextlib.suppress(OSError):  # It was told with the last update.
+      writer.close()
   print(f'trained on {config.eval_split}: {after}\n')
   print(scoring.comparison({'warm start': before, config.algorithm: after}))
   result = {
@@ -385,7 +412,11 @@ def run_training(run: Run) -> dict[str, Any]:
       'before': scoring.to_dict(before),
       'after': scoring.to_dict(after),
   }
-  (run.workdir / 'result.json').write_text(json.dumps(result, indent=2) + '\n')
+  try:
+    text = json.dumps(result, indent=2) + '\n'
+    (run.workdir / 'result.json').write_text(text)
+  except OSError as error:
+    logging.error('The result is not written: %s', error)
   print(f'\nEverything is in {run.workdir}')
   return result
 
@@ -411,6 +442,8 @@ def main(argv: Sequence[str]) -> None:
     raise flags.IllegalFlagValueError(str(error)) from error
   try:
     run_training(run)
+  except FloatingPointError as error:
+    sys.exit(f'error: {error}')
   finally:
     run.agent.close()
 

@@ -4,13 +4,15 @@ The searcher acts on what an agent can see, so that every demonstration is one
 that the policy could have given. Only episodes that it won are imitated.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import pathlib
+import shutil
 from typing import Any
 
 from absl import logging
@@ -25,10 +27,11 @@ from bpo_jax import sampling
 from bpo_jax import tree as trees
 from bpo_jax import types
 from bpo_jax import version
-from bpo_jax.models import transformer
 from environments.alfworld import expert as experts
 from experiments import assembly
 from experiments import configs
+
+FOLDER = 'warm_start'  # In a run's workdir.
 
 _FITTED_GAMES = 300  # Enough to know where things usually lie.
 _DECISION_BUCKET = 512  # Actions; bounds how many shapes are compiled.
@@ -38,9 +41,17 @@ def make_expert(agent: assembly.Agent, noise: float) -> experts.Expert:
   """Returns a searcher that knows the training games' usual places."""
   tasks = agent.environment.tasks('train')
   stride = max(1, len(tasks) // _FITTED_GAMES)
-  some = itertools.islice(tasks[::stride], _FITTED_GAMES)
-  games = (agent.environment.game(task.id) for task in some)
+  some = range(0, len(tasks), stride)[:_FITTED_GAMES]
+  games = map(agent.environment.game, _playable_ids(agent, tasks, some))
   return experts.Expert(experts.fit(games), noise)
+
+
+def _playable_ids(
+    agent: assembly.Agent, tasks: Sequence[Any], indices: Iterable[int]
+) -> Iterator[str]:
+  """Yields the ids of the tasks at `indices`, without the broken ones."""
+  found = (agent.playable(tasks, int(index)) for index in indices)
+  return (task.id for task in found if task is not None)
 
 
 def demonstrate(
@@ -55,7 +66,7 @@ def demonstrate(
   Args:
     agent: gives environment, phrasebook and tokenizer.
     expert: the searcher.
-    tasks: tasks to play.
+    tasks: tasks or ids to play.
     rng: breaks ties and makes noise.
     max_turns: episodes that take longer are dropped.
   """
@@ -129,6 +140,8 @@ def _demonstrations(
     agent: assembly.Agent, config: configs.TrainConfig
 ) -> Iterator[trees.Tree]:
   """Yields a batch of demonstrations per update, one batch ahead of time."""
+  if not config.warm_start_updates:
+    return
   expert = make_expert(agent, config.warm_start_noise)
   tasks = agent.environment.tasks('train')
   rng = np.random.default_rng([config.seed, 1])
@@ -137,7 +150,8 @@ def _demonstrations(
   stream = itertools.cycle(order)
 
   def batch():
-    chosen = [tasks[int(i)] for i in itertools.islice(stream, size)]
+    some = itertools.islice(stream, size)
+    chosen = list(_playable_ids(agent, tasks, some))
     return demonstrate(agent, expert, chosen, rng, agent.grower.max_turns)
 
   with futures.ThreadPoolExecutor(1) as pool:
@@ -190,9 +204,7 @@ def load(
 
   They are made once for all runs that agree on what they depend on.
   """
-  params = transformer.init_params(
-      agent.model.config, jax.random.key(config.seed)
-  )
+  params = assembly.init_params(config, agent)
 
   def make():
     copy = jax.tree.map(jnp.copy, params)  # Training consumes what it gets.
@@ -200,7 +212,7 @@ def load(
 
   shared = assembly.cache_dir(config) / 'warm_start'
   shared = shared / fingerprint(config, agent)
-  mine = workdir / 'warm_start'
+  mine = workdir / FOLDER
   return cached(mine, params, lambda: cached(shared, params, make))
 
 
@@ -236,9 +248,22 @@ def cached(
       return checkpoint.restore(directory, params).state
     except (OSError, ValueError) as error:
       logging.warning('The kept warm start is of no use: %s', error)
+      shutil.rmtree(directory, ignore_errors=True)
   params = make()
-  try:
-    checkpoint.save(directory, 0, params)
-  except OSError as error:
-    logging.warning('The warm start could not be kept: %s', error)
+  _keep(directory, params)
   return params
+
+
+def _keep(directory: pathlib.Path, params: dict) -> None:
+  """Saves parameters, unless another run that began alike was faster.
+
+  Runs may start at the same time, so each writes to a folder of its own first.
+  """
+  own = directory.with_name(f'{directory.name}.{os.getpid()}')
+  try:
+    checkpoint.save(own, 0, params)
+    own.rename(directory)
+  except OSError as error:
+    if checkpoint.latest_step(directory) is None:
+      logging.warning('The warm start could not be kept: %s', error)
+    shutil.rmtree(own, ignore_errors=True)

@@ -17,6 +17,12 @@ NETWORK = tiny.model(num_layers=1)
 LOSS = learner.LossConfig(clip_epsilon_low=0.2, clip_epsilon_high=0.3)
 
 
+@pytest.fixture(scope='module', autouse=True)
+def _quick_compilation():
+  with tiny.quick_compilation():
+    yield
+
+
 @functools.cache
 def update_fn(loss=LOSS, temperature=1.0):
   """The gradient itself: a step of 1 along it, down."""
@@ -114,10 +120,10 @@ def path_log_probs(params, tokens, allowed, temperature):
   return log_probs[np.arange(size - 1), padded[0, 1:]]
 
 
-@pytest.mark.parametrize('temperature', [1.0, 0.7])
-def test_gradient_is_that_of_every_path_alone(temperature):
+def test_gradient_is_that_of_every_path_alone():
+  temperature = 0.7
   tree, rows = rows_of(0, temperature, num_trees=1)
-  batches = packing.micro_batches(rows, 128)
+  batches = packing.micro_batches(rows, 64, 64)
   assert len(batches) > 1
   got, metrics = gradient(batches, temperature=temperature)
   loss, expected = jax.jit(jax.value_and_grad(
@@ -148,7 +154,7 @@ def test_what_is_masked_reaches_no_gradient():
   spoilt = rows._replace(**{
       name: np.where(rows.action_mask, getattr(rows, name), nan)
       for name in ('behaviour_log_probs', 'advantages', 'weights')})
-  loss = learner.LossConfig(kl_coef=0.1, entropy_coef=0.1)
+  loss = learner.LossConfig(kl_coef=1.0)
   reference = tiny.params_of(NETWORK, 1)
   expected, metrics = gradient([rows], loss, reference=reference)
   got, other = gradient([spoilt], loss, reference=reference)
@@ -194,7 +200,7 @@ def test_kl_pulls_to_the_reference_alone():
   loss = learner.LossConfig(kl_coef=1.0)
   here, there = tiny.params_of(NETWORK), tiny.params_of(NETWORK, 1)
   _, metrics = gradient([rows], loss, reference=here)
-  assert metrics['loss/kl'] == 0 and metrics['gradient/norm'] < 1e-6
+  assert metrics['loss/kl'] < 1e-9 and metrics['gradient/norm'] < 1e-5
   _, metrics = gradient([rows], loss, reference=there)
   assert metrics['loss/kl'] > 1e-2 and metrics['gradient/norm'] > 1e-2
   state, before = update_fn(loss)(fresh(), [rows], 0.02, there)
@@ -260,7 +266,7 @@ def test_weight_decay_is_decoupled():
 
 def test_total_weight_is_that_of_action_tokens():
   _, rows = rows_of(10)
-  batches = packing.micro_batches(rows, 128)
+  batches = packing.micro_batches(rows, 64, 64)
   expected = rows.weights[rows.action_mask].sum(dtype=np.float64)
   np.testing.assert_allclose(learner.total_weight(batches), expected)
   np.testing.assert_allclose(learner.total_weight([rows]), expected)

@@ -17,6 +17,12 @@ from environments import base
 MAX_TURNS = 6
 
 
+@pytest.fixture(scope='module', autouse=True)
+def _quick_compilation():
+  with tiny.quick_compilation():
+    yield
+
+
 class Stop(BaseException):
   """As KeyboardInterrupt: no Exception."""
 
@@ -134,11 +140,13 @@ def corridor():
 def tokens_of(tree, b):
   """Everything a tree holds, padding aside, in the order of its nodes."""
   num_nodes = tree.node_mask[b].sum()
-  return [
-      (int(tree.parents[b, n]), tree.tokens[b, n][tree.token_mask[b, n]].tolist(),
-       float(tree.rewards[b, n]), bool(tree.terminal[b, n]),
-       int(tree.birth[b, n]))
-      for n in range(num_nodes)]
+  nodes = []
+  for n in range(num_nodes):
+    tokens = tree.tokens[b, n][tree.token_mask[b, n]].tolist()
+    nodes.append((
+        int(tree.parents[b, n]), tokens, float(tree.rewards[b, n]),
+        bool(tree.terminal[b, n]), int(tree.birth[b, n])))
+  return nodes
 
 
 def stages():
@@ -279,8 +287,9 @@ def test_an_error_of_the_environment_ends_that_episode_alone(corridor):
         if nodes[-1] == key:
           break
       kept.append(nodes)
-    got = [[action_of(result.tree, b, n) for n in tiny.path(result.tree, b, l)]
-           for l in tiny.leaves(result.tree, b)]
+    got = [[action_of(result.tree, b, node)
+            for node in tiny.path(result.tree, b, leaf)]
+           for leaf in tiny.leaves(result.tree, b)]
     assert sorted(got) == sorted(kept)
     for leaf in tiny.leaves(result.tree, b):
       if action_of(result.tree, b, leaf) == key:

@@ -12,6 +12,12 @@ VOCAB = 64
 LENGTH = 3
 
 
+@pytest.fixture(scope='module', autouse=True)
+def _quick_compilation():
+  with tiny.quick_compilation():
+    yield
+
+
 def random_commands(rng, most=9):
   """A prefix-free set of commands of 1 to 3 tokens, as tuples."""
   commands = set()
@@ -199,7 +205,8 @@ def test_each_row_is_written_at_its_own_index():
   shape = (*cache.key_values.keys.shape[:3], 4, 4)
   new = jax.tree.map(lambda _: rng.normal(size=shape).astype(np.float32),
                      cache.key_values)
-  keep = np.array([[1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], bool)
+  keep = np.array(
+      [[1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], bool)
   after = sampling.write_cache(cache, new, keep)
   for name in ('keys', 'values'):
     expected = np.array(getattr(cache.key_values, name))

@@ -4,6 +4,8 @@
 its states. `replay` plays every path of a tree again from the reset.
 """
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,7 +52,8 @@ def corridor(environment=None, like=None, max_turns=8, **sampler
   tokenizer = toys.Tokenizer()
   for text in ('You are in a corridor. go left go right open door take key',
                'You go left. You go right. You open door. You take key.',
-               'Turn place Nothing happens.', *(f'{i}, {i}.' for i in range(9))):
+               'Turn place Nothing happens.',
+               *(f'{i}, {i}.' for i in range(9))):
     tokenizer.encode(text.split())
   codec = codecs.TextCodec(
       toys.Phrasebook(), tokenizer, observation_length=9, action_length=2,
@@ -172,7 +175,8 @@ def random_trees(seed: int, num_trees=3, num_nodes=9, vocab_size=64,
   builders = []
   for _ in range(num_trees):
     builder = trees.TreeBuilder()
-    builder.add(types.NO_PARENT, rng.integers(2, vocab_size, rng.integers(1, 6)))
+    prompt = rng.integers(2, vocab_size, rng.integers(1, 6))
+    builder.add(types.NO_PARENT, prompt)
     for n in range(1, num_nodes):
       actions = int(rng.integers(1, 4))
       length = actions + int(rng.integers(0, 4))
@@ -195,3 +199,13 @@ def random_credit(tree: trees.Tree, seed: int) -> types.Credit:
   draw = lambda low, high: np.where(
       mask, rng.uniform(low, high, mask.shape), 0).astype(np.float32)
   return types.Credit(advantages=draw(-2, 2), weights=draw(0.1, 2))
+
+
+@contextlib.contextmanager
+def quick_compilation():
+  """Compiles in half the time: a test computes too little to win it back."""
+  jax.config.update('jax_disable_most_optimizations', True)
+  try:
+    yield
+  finally:
+    jax.config.update('jax_disable_most_optimizations', False)

@@ -1,0 +1,140 @@
+"""Scores the policy of a run on a split, by task type.
+
+  python -m experiments.evaluate --workdir=runs/NAME
+  python -m experiments.evaluate --workdir=runs/NAME --split=valid_seen \
+      --passes=5 --out=scores.json
+
+Plays every task with the likeliest tokens, and `--passes` times with tokens
+drawn from the policy. Equal seeds give equal scores.
+"""
+
+from collections.abc import Mapping, Sequence
+import json
+import pathlib
+from typing import Any
+
+from absl import flags
+from absl import logging
+import jax
+
+from bpo_jax import checkpoint
+from bpo_jax import metrics
+from experiments import assembly
+from experiments import config_flags
+from experiments import configs
+from experiments import scoring
+from experiments import warm_start
+
+
+def run_config(config: configs.EvaluateConfig) -> configs.TrainConfig:
+  """Returns the config that the run was trained with, its data as given now.
+
+  Raises:
+    FileNotFoundError: if the workdir holds no run.
+    ValueError: if its config is not one of this version.
+  """
+  values = checkpoint.read_config(pathlib.Path(config.workdir) / 'checkpoints')
+  if config.data is not None:
+    values |= {'data': config.data}
+  return config_flags.from_dict(configs.TrainConfig, values)
+
+
+def load_policy(
+    config: configs.EvaluateConfig,
+    training: configs.TrainConfig,
+    agent: assembly.Agent,
+) -> tuple[int, dict]:
+  """Returns the update and the parameters to score; 0 for the warm start.
+
+  Raises:
+    FileNotFoundError: if there is no such checkpoint.
+    ValueError: if it is corrupted, or of another model size.
+  """
+  workdir = pathlib.Path(config.workdir)
+  params = assembly.init_params(training, agent)
+  if config.warm_start:
+    return 0, checkpoint.restore(workdir / warm_start.FOLDER, params).state
+  found = checkpoint.restore(
+      workdir / 'checkpoints', assembly.init_state(training, params),
+      config.step,
+  )
+  return found.step, found.state.params
+
+
+def score(
+    config: configs.EvaluateConfig, agent: assembly.Agent, params: dict
+) -> dict[str, scoring.Score]:
+  """Returns the scores by the way of choosing tokens.
+
+  Raises:
+    ValueError: if there is no such split, or a game of it is broken.
+  """
+  tasks = scoring.spread(agent.environment.tasks(config.split), config.tasks)
+  types = scoring.task_types(agent.environment, tasks)
+  ways = {'greedy': config.greedy != 'no', 'sampled': config.greedy != 'yes'}
+  return {
+      way: scoring.evaluate(
+          agent.grower, params, tasks, types, jax.random.key(config.seed),
+          passes=1 if way == 'greedy' else config.passes,
+          greedy=way == 'greedy',
+          progress=scoring.report(way),
+      )
+      for way, is_wanted in ways.items() if is_wanted
+  }
+
+
+def table(scores: Mapping[str, scoring.Score]) -> str:
+  """Returns success in percent, a row per task type and a column per way."""
+  first = next(iter(scores.values()))
+  rows = [
+      {'task type': kind, 'tasks': count}
+      | {f'{way} %': 100 * s.by_type[kind][0] for way, s in scores.items()}
+      for kind, (_, count) in first.by_type.items()
+  ]
+  rows.append(
+      {'task type': 'all', 'tasks': first.num_tasks}
+      | {f'{way} %': 100 * s.success for way, s in scores.items()}
+  )
+  return metrics.table(rows, list(rows[0]), '.1f')
+
+
+def evaluate(config: configs.EvaluateConfig) -> dict[str, Any]:
+  """Scores, prints, and returns what --out gets.
+
+  Raises:
+    ValueError: if the run, its data or the split is not what it should be.
+    OSError: if there is no such run, or --out cannot be written to.
+  """
+  training = run_config(config)
+  assembly.use_compilation_cache(training)
+  agent = assembly.make_agent(training)
+  try:
+    update, params = load_policy(config, training, agent)
+    scores = score(config, agent, params)
+  finally:
+    agent.close()
+  print(table(scores) + '\n')
+  for way, result in scores.items():
+    print(f'{way}: {result} on {config.split}')
+  result = config_flags.to_dict(config) | {
+      'update': update,
+      'scores': {way: scoring.to_dict(s) for way, s in scores.items()},
+  }
+  if config.out is not None:
+    pathlib.Path(config.out).write_text(json.dumps(result, indent=2) + '\n')
+  return result
+
+
+def main(argv: Sequence[str]) -> None:
+  del argv
+  logging.set_verbosity(logging.INFO)
+  config = config_flags.read(configs.EvaluateConfig)
+  try:
+    evaluate(config)
+  except (ValueError, OSError) as error:
+    raise flags.IllegalFlagValueError(str(error)) from error
+
+
+if __name__ == '__main__':
+  config_flags.define(configs.EvaluateConfig)
+  config_flags.run(main)
