@@ -234,9 +234,10 @@ def _storage_error_code(error: BaseException | None) -> int | None:
 
 
 def _check_save(step: int, max_to_keep: int) -> None:
-  for name, value, least in (('step', step, 0), ('max_to_keep', max_to_keep, 1)):
-    if value < least:
-      raise ValueError(f'{name} must be at least {least}, got {value}.')
+  if step < 0:
+    raise ValueError(f'step must be at least 0, got {step}.')
+  if max_to_keep < 1:
+    raise ValueError(f'max_to_keep must be at least 1, got {max_to_keep}.')
 
 
 # ------------------------------------------------------------- restoring
@@ -332,8 +333,7 @@ def restore(
 
 
 def _like(array: jax.Array, target: jax.Array | jax.ShapeDtypeStruct):
-  # Even where only that differs, whether it is committed to a device, what was
-  # compiled for the target would be compiled again.
+  # Committed alike, or what was compiled for the target is compiled again.
   if getattr(target, 'committed', True):
     return jax.device_put(array, target.sharding)
   if not jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -347,9 +347,8 @@ def _abstract(
 ) -> jax.ShapeDtypeStruct:
   if leaf.sharding is None:
     raise ValueError(
-        f'target leaf {_name(path)} has no sharding: where to put a restored '
-        'array is never guessed from the file. Give an array, or a '
-        'ShapeDtypeStruct with sharding=.'
+        f'target leaf {_name(path)} has no sharding, and where to put it is '
+        'never guessed: give an array, or a ShapeDtypeStruct with sharding=.'
     )
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 

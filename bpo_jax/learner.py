@@ -60,14 +60,12 @@ class LossConfig:
     clip_epsilon_high: the ratio is clipped at 1 + this.
     kl_coef: weight of the k3 divergence from the reference policy.
     entropy_coef: weight of the entropy bonus.
-    temperature: of the behaviour policy.
   """
 
   clip_epsilon_low: float = 0.2
   clip_epsilon_high: float = 0.2
   kl_coef: float = 0.0
   entropy_coef: float = 0.0
-  temperature: float = 1.0
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:

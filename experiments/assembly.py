@@ -131,7 +131,7 @@ def make_agent(config: configs.AgentConfig) -> Agent:
       constrained=config.constrained,
       temperature=config.temperature,
   )
-  grower = rollout.Grower(model, batched, sampler, config.max_turns)
+  grower = rollout.Grower(model, batched, sampler, config.turn_limit)
   return Agent(
       environment, phrasebook, tokenizer, batched, model, sampler, grower
   )

@@ -21,6 +21,10 @@ check = config_fields.check
 _DEFAULT_UPDATES = 100
 
 
+# ALFWorld's is that of the BPO paper (arXiv 2607.14171).
+_TURN_LIMITS = {'household': 30, 'alfworld': 40}
+
+
 @dataclasses.dataclass(frozen=True)
 class AgentConfig:
   """The environment and the policy that acts in it."""
@@ -34,8 +38,11 @@ class AgentConfig:
       None, "ALFWorld's data: the folder json_2.1.1 or the one above it."
   )
   env_seed: int = field(0, 'Seed of the generated games.', min=0)
-  max_turns: int = field(
-      30, 'Actions after which an episode is truncated.', min=1
+  max_turns: int | None = field(
+      None,
+      'Actions after which an episode is truncated; None for 30 in household'
+      ' games and 40 in ALFWorld.',
+      min=1,
   )
   observation_length: int = field(
       9, 'Tokens that an observation is cut to.', min=1
@@ -60,6 +67,11 @@ class AgentConfig:
           'width must be a multiple of twice num_heads, got width ='
           f' {self.width} and num_heads = {self.num_heads}'
       )
+
+  @property
+  def turn_limit(self) -> int:
+    """Actions after which an episode is truncated."""
+    return self.max_turns or _TURN_LIMITS[self.env]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +139,7 @@ class TrainConfig(AgentConfig):
   tasks_per_update: int = field(16, 'Tasks, each a tree, per update.', min=1)
 
   # Optimisation.
-  learning_rate: float = field(1e-3, 'Peak step size of AdamW.', min=0.0)
+  learning_rate: float = field(5e-4, 'Peak step size of AdamW.', min=0.0)
   warmup: float = field(
       0.05, 'Share of the budget over which the step size rises.',
       min=0.0, max=0.9,

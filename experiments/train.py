@@ -183,15 +183,17 @@ def tree_metrics(tree: trees.Tree) -> dict[str, float]:
   has_child[b, tree.parents[b, n]] = True
   leaf = tree.node_mask & ~has_child
   first = leaf & (tree.birth == 0)
-  return {
+  values = {
       'success': float((totals[first] > 0.5).mean()),
       'return': float(totals[first].mean()),
       'tree/leaves': float(leaf.sum(axis=1).mean()),
       'tree/nodes': float(tree.node_mask.sum(axis=1).mean()),
-      'tree/fork_success': float((totals[leaf & ~first] > 0.5).mean())
-      if (leaf & ~first).any() else float('nan'),
-      'policy/first_token_entropy': first_token_entropies(tree).mean(),
+      'policy/first_token_entropy': float(first_token_entropies(tree).mean()),
   }
+  forks = leaf & ~first
+  if forks.any():
+    values['tree/fork_success'] = float((totals[forks] > 0.5).mean())
+  return values
 
 
 def first_token_entropies(tree: trees.Tree) -> np.ndarray:

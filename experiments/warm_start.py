@@ -146,7 +146,7 @@ def _demonstrations(
   tasks = agent.environment.tasks('train')
   rng = np.random.default_rng([config.seed, 1])
   size = config.warm_start_batch
-  order = rng.permutation(min(len(tasks), config.warm_start_updates * size))
+  order = rng.permutation(len(tasks))
   stream = itertools.cycle(order)
 
   def batch():

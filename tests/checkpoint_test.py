@@ -415,3 +415,23 @@ def test_saving_is_fast(tmp_path):
     seconds.append(time.perf_counter() - start)
   # A loaded machine is slower than the 0.2 s of an idle one.
   assert min(seconds) < 1.0, seconds
+
+
+@pytest.mark.parametrize('is_committed', [False, True])
+def test_what_was_compiled_for_the_target_serves_what_is_restored(
+    tmp_path, is_committed):
+  target = _state()
+  if is_committed:
+    target = jax.device_put(target, jax.devices()[0])
+  checkpoint.save(tmp_path, 1, target)
+  restored = checkpoint.restore(tmp_path, target).state
+  _assert_equal_bits(restored, target)
+  committed = [leaf.committed for leaf in jax.tree.leaves(restored)]
+  assert set(committed) == {is_committed}
+
+
+def test_read_config_gives_what_the_directory_was_claimed_for(tmp_path):
+  with pytest.raises(FileNotFoundError, match='no run in'):
+    checkpoint.read_config(tmp_path)
+  checkpoint.check_config(tmp_path, {'a': 1, 'b': {'c': None}})
+  assert checkpoint.read_config(tmp_path) == {'a': 1, 'b': {'c': None}}

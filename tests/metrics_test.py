@@ -1,8 +1,10 @@
 """Tests of metrics: sums add up, files resume, intervals cover."""
 
 import csv
+import errno
 import io
 import math
+import os
 import sys
 
 from bpo_jax import metrics
@@ -265,3 +267,19 @@ def test_clustered_covers_where_plain_wilson_may_not(spread):
 def test_clustered_refuses(values):
   with pytest.raises(ValueError, match='expected values'):
     metrics.clustered_interval(values)
+
+
+def test_a_full_disk_costs_a_row_and_not_the_file(tmp_path, monkeypatch):
+  writer = metrics.CsvWriter(tmp_path / 'm.csv')
+  writer.write(1, {'a': 1.0})
+
+  def full(descriptor):
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  with monkeypatch.context() as patch, pytest.raises(OSError):
+    patch.setattr(os, 'fsync', full)
+    writer.write(2, {'a': 2.0, 'b': 3.0})
+  writer.write(3, {'a': 4.0, 'b': 5.0})
+  writer.close()
+  text = (tmp_path / 'm.csv').read_text()
+  assert text == 'update,a,b\n1,1.0,\n3,4.0,5.0\n'

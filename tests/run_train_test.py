@@ -43,26 +43,34 @@ def _start(folder, **overrides):
   return train.set_up(tiny_runs.config(folder, **overrides))
 
 
-@pytest.mark.parametrize('algorithm', ['bpo'] + [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in algorithms.names() if name != 'bpo'])
-def test_a_killed_run_goes_on_bit_for_bit(algorithm, tmp_path):
-  whole = _start(tmp_path / 'whole', algorithm=algorithm)
+def _check_resumption(folder, updates, save_every, **overrides):
+  """A run killed after the metrics of an update that no checkpoint has."""
+  overrides |= {'updates': updates, 'save_every': save_every}
+  whole = _start(folder / 'whole', **overrides)
   tiny_runs.finish(whole)
-  # The third update is in the metrics, but in no checkpoint.
-  tiny_runs.finish(_start(tmp_path, algorithm=algorithm), stop=3)
-  resumed = _start(tmp_path, algorithm=algorithm, resume=True)
-  assert int(resumed.state.update) == 2
+  tiny_runs.finish(_start(folder, **overrides), stop=save_every + 1)
+  resumed = _start(folder, resume=True, **overrides)
+  assert int(resumed.state.update) == save_every
   tiny_runs.finish(resumed)
   assert tiny_runs.bits(resumed.state) == tiny_runs.bits(whole.state)
   rows = tiny_runs.metrics(whole.workdir)
-  assert [row['update'] for row in rows] == ['1', '2', '3', '4']
+  assert [int(row['update']) for row in rows] == list(range(1, updates + 1))
   assert tiny_runs.metrics(resumed.workdir) == rows
   assert tiny_runs.bits(whole.state.params) != tiny_runs.bits(whole.reference)
 
 
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
+  _check_resumption(tmp_path, updates=2, save_every=1, algorithm='rloo')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('algorithm', algorithms.names())
+def test_so_does_one_of_every_algorithm(algorithm, tmp_path):
+  _check_resumption(tmp_path, updates=4, save_every=2, algorithm=algorithm)
+
+
 def test_the_binary_from_first_to_last(tmp_path, capsys):
-  config = tiny_runs.config(tmp_path, warm_start_updates=1, updates=1)
+  config = tiny_runs.config(tmp_path, updates=1)
   arguments = tiny_runs.arguments(config)
   assert _call(*arguments) == 0
   shown = capsys.readouterr().out
