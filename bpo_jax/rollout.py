@@ -91,6 +91,23 @@ def _take_rows(cache: sampling.Cache, rows: jax.Array) -> sampling.Cache:
   )
 
 
+_grow_cache = jax.jit(sampling.grow_cache, static_argnums=1)
+
+
+@jax.jit
+def _select(
+    mask: jax.Array, cache: sampling.Cache, other: sampling.Cache
+) -> sampling.Cache:
+  """Returns the rows of `cache` where the mask is True, else of `other`."""
+  wide = mask[None, :, None, None, None]
+  return sampling.Cache(
+      jax.tree.map(
+          lambda x, y: jnp.where(wide, x, y), cache.key_values, other.key_values
+      ),
+      jnp.where(mask, cache.lengths, other.lengths),
+  )
+
+
 class _Archive:
   """The caches of all leaves so far, each as it was when last written."""
 
@@ -104,29 +121,25 @@ class _Archive:
       self._place[leaf] = len(self._caches), row
     self._caches.append(cache)
 
-  def fork(self, leaves: Sequence[int], num_rows: int) -> tuple[
-      sampling.Cache, list[int]
-  ]:
-    """Copies the rows of `leaves` into a new cache of `num_rows` rows.
+  def fork(self, leaves: Sequence[int], num_rows: int) -> sampling.Cache:
+    """Copies the rows of `leaves` to the first rows of a cache of `num_rows`.
 
-    Returns:
-      The cache, and for each of its first rows the index into `leaves`.
+    Every step has the shape of whole caches, whichever rows are wanted, so that
+    no update compiles anything for the number of forks that it happens to have.
     """
-    places = [self._place[leaf] for leaf in leaves]
-    order = sorted(range(len(leaves)), key=lambda i: places[i])
-    size = max(self._caches[c].key_values.keys.shape[3] for c, _ in places)
-    parts = []
-    for number in sorted({c for c, _ in places}):
-      rows = [places[i][1] for i in order if places[i][0] == number]
-      part = _take_rows(self._caches[number], np.asarray(rows))
-      parts.append(sampling.grow_cache(part, size))
-    padding = num_rows - len(leaves)
-    parts.append(_take_rows(parts[0], np.zeros(padding, int)))
-    join = lambda axis: lambda *xs: jnp.concatenate(xs, axis)
-    return sampling.Cache(
-        jax.tree.map(join(1), *(part.key_values for part in parts)),
-        jnp.concatenate([part.lengths for part in parts]),
-    ), order
+    places = np.array([self._place[leaf] for leaf in leaves])
+    numbers = np.unique(places[:, 0])
+    size = max(self._caches[n].key_values.keys.shape[3] for n in numbers)
+    forked = None
+    for number in numbers:
+      is_here = np.zeros(num_rows, bool)
+      is_here[: len(leaves)] = places[:, 0] == number
+      index = np.zeros(num_rows, np.int32)
+      index[is_here] = places[places[:, 0] == number, 1]
+      part = _take_rows(self._caches[number], index)
+      part = _grow_cache(part, size)
+      forked = part if forked is None else _select(is_here, part, forked)
+    return forked
 
 
 class Grower:
@@ -335,10 +348,9 @@ class _Growth:
       numbered.append((decision, self._num_leaves_of[decision.tree]))
       self._num_leaves_of[decision.tree] += 1
     num_rows = row_bucket(len(decisions))
-    cache, order = self._archive.fork([d.leaf for d in decisions], num_rows)
+    cache = self._archive.fork([d.leaf for d in decisions], num_rows)
     # Rows that pad the bucket repeat the last decision, and are never active.
-    padded = [numbered[i] for i in order]
-    padded += padded[-1:] * (num_rows - len(padded))
+    padded = numbered + numbered[-1:] * (num_rows - len(numbered))
     column = lambda name: np.array([getattr(d, name) for d, _ in padded])
     fold_in = jax.vmap(jax.random.fold_in)
     rows = sampling.Rows(
@@ -354,12 +366,11 @@ class _Growth:
         turns=jnp.asarray(column('turn'), jnp.int32),
         greedy=jnp.full(num_rows, self._greedy),
     )
-    leaves = []
-    for i in order:
-      leaves.append(
-          _Leaf(self._num_leaves, decisions[i].tree, decisions[i].parent)
-      )
-      self._num_leaves += 1
+    leaves = [
+        _Leaf(self._num_leaves + i, decision.tree, decision.parent)
+        for i, decision in enumerate(decisions)
+    ]
+    self._num_leaves += len(leaves)
     return rows, leaves
 
   def _make_room(self, rows: sampling.Rows) -> sampling.Rows:
@@ -370,7 +381,7 @@ class _Growth:
     if needed <= size:
       return rows
     size = _round_up(needed, _CACHE_BUCKET)
-    return rows._replace(cache=sampling.grow_cache(rows.cache, size))
+    return rows._replace(cache=_grow_cache(rows.cache, size))
 
   def _record(self, before, actions, result, leaves, birth) -> None:
     """Adds a node for each action of a turn, and what a fork there needs."""

@@ -1,0 +1,140 @@
+"""Draws and tabulates how success grew in one or more runs.
+
+  python -m experiments.plot_curves --workdirs=runs/a,runs/b --out=curves.png
+
+Success is that of first trajectories on training tasks, mean over `--window`
+updates, against environment steps; the squares are the scores before and after
+on the evaluation split, with their 95% intervals. Prints the same as a table in
+Markdown. The figure needs matplotlib (extra `plot`).
+"""
+
+from collections.abc import Sequence
+import csv
+import dataclasses
+import importlib
+import json
+import pathlib
+from typing import Any
+
+from absl import flags
+import numpy as np
+
+from experiments import config_flags
+from experiments.config_fields import check
+from experiments.config_fields import field
+
+
+@dataclasses.dataclass(frozen=True)
+class PlotConfig:
+  """What to draw."""
+
+  workdirs: tuple[str, ...] = field(help='Folders of finished runs.')
+  out: str | None = field(None, 'PNG file; None for the table alone.')
+  window: int = field(10, 'Updates that a point of a curve is the mean of.',
+                      min=1)
+  __post_init__ = check
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+  """One run.
+
+  Attributes:
+    label: algorithm and seed.
+    steps: [P] environment steps at the end of each window.
+    success: [P] mean success of the window.
+    result: what result.json holds.
+  """
+
+  label: str
+  steps: np.ndarray
+  success: np.ndarray
+  result: dict[str, Any]
+
+
+def read_curve(workdir: str, window: int) -> Curve:
+  """Returns the curve of a finished run.
+
+  Raises:
+    FileNotFoundError: if the folder holds no finished run.
+  """
+  folder = pathlib.Path(workdir)
+  result = json.loads((folder / 'result.json').read_text())
+  with (folder / 'metrics.csv').open(newline='') as file:
+    rows = list(csv.DictReader(file))
+  starts = range(0, len(rows), window)
+  column = lambda name: np.array([float(row[name]) for row in rows])
+  steps, success = column('total/steps'), column('success')
+  return Curve(
+      label=f'{result["config"]["algorithm"]}, seed {result["config"]["seed"]}',
+      steps=np.array([steps[start:start + window][-1] for start in starts]),
+      success=np.array([success[start:start + window].mean()
+                        for start in starts]),
+      result=result,
+  )
+
+
+def markdown(curves: Sequence[Curve]) -> str:
+  """Returns a table with a row per run and a column per window."""
+  most = max(len(curve.success) for curve in curves)
+  lines = ['| run | ' + ' | '.join(str(i + 1) for i in range(most)) + ' |',
+           '|---|' + '---|' * most]
+  for curve in curves:
+    cells = [f'{100 * value:.0f}' for value in curve.success]
+    cells += [''] * (most - len(cells))
+    lines.append(f'| {curve.label} | ' + ' | '.join(cells) + ' |')
+  return '\n'.join(lines)
+
+
+def draw(curves: Sequence[Curve], path: str) -> None:
+  """Writes the figure.
+
+  Raises:
+    ImportError: if matplotlib is not installed.
+  """
+  try:
+    matplotlib = importlib.import_module('matplotlib')
+    matplotlib.use('Agg')
+    plt = importlib.import_module('matplotlib.pyplot')
+  except ImportError as error:
+    raise ImportError(
+        "figures need matplotlib: pip install 'bpo-jax[plot]', or leave --out"
+        ' out'
+    ) from error
+  figure, axes = plt.subplots(figsize=(6.4, 4.0), layout='constrained')
+  for curve in curves:
+    line, = axes.plot(curve.steps, 100 * curve.success, label=curve.label)
+    for name, place in (('before', 0), ('after', curve.result['steps'])):
+      score = curve.result[name]
+      low, high = score['interval']
+      success = score['success']
+      axes.errorbar(
+          place, 100 * success, color=line.get_color(), fmt='s', capsize=3,
+          yerr=[[100 * (success - low)], [100 * (high - success)]],
+      )
+  split = curves[0].result['config']['eval_split']
+  axes.set_xlabel('environment steps')
+  axes.set_ylabel('success, %')
+  axes.set_title(f'lines: training tasks; squares: {split}, 95% intervals',
+                 fontsize=10)
+  axes.set_ylim(0, 100)
+  axes.grid(alpha=0.3)
+  axes.legend(frameon=False)
+  figure.savefig(path, dpi=150)
+
+
+def main(argv: Sequence[str]) -> None:
+  del argv
+  config = config_flags.read(PlotConfig)
+  try:
+    curves = [read_curve(name, config.window) for name in config.workdirs]
+    print(markdown(curves))
+    if config.out is not None:
+      draw(curves, config.out)
+  except (OSError, ImportError) as error:
+    raise flags.IllegalFlagValueError(str(error)) from error
+
+
+if __name__ == '__main__':
+  config_flags.define(PlotConfig)
+  config_flags.run(main)
