@@ -228,9 +228,13 @@ class BatchedEnvironment:
       return timestep.status
     try:
       self._fill(result, row, timestep, action)
-    except BaseException:
+    except BaseException as error:
       self.store.release(handle)
-      raise
+      if not isinstance(error, Exception):
+        raise
+      # What cannot be told in the codec's shapes ends an episode, not the run.
+      self._count(error)
+      return base.Status.ERROR
     result.handles[row] = handle
     return base.Status.INVALID_ACTION if command is None else timestep.status
 
@@ -242,6 +246,10 @@ class BatchedEnvironment:
       action: str | None = None,
   ) -> None:
     """Writes all of a row but handle and status, or nothing if it raises."""
+    if not np.isfinite(timestep.reward):
+      raise ValueError(
+          f'expected a finite reward from the environment, got {timestep.reward}'
+      )
     commands = self.codec.encode_commands(timestep.available)
     if action is not None:
       tokens, length = self.codec.encode_observation(timestep, action)

@@ -186,7 +186,7 @@ def test_an_interrupt_is_raised_on_the_host(jit):
       handles, actions, np.array([True, False, False])).status[0] == OK
 
 
-def test_a_limit_of_the_codec_is_raised_on_the_host():
+def test_a_limit_of_the_codec_ends_the_episode_alone(caplog):
   batched = make_batched(max_commands=1)
   batched.store.reset('train/0')
   handles = [h for h in range(2, 9) if batched.store.reset('train/3', h)]
@@ -197,8 +197,27 @@ def test_a_limit_of_the_codec_is_raised_on_the_host():
   got = batched.host_step(some[:1], actions, np.ones(1, bool))
   assert got.status.tolist() == [ERROR] and got.handles.tolist() == [0]
   assert len(batched.store) == held  # The new state was let go.
-  with pytest.raises(ValueError, match='raise --max_commands'):
-    batched.raise_pending()
+  batched.raise_pending()
+  assert 'raise --max_commands' in caplog.text
+
+
+class Unpriced(toys.Corridor):
+  """Gives no number as a reward."""
+
+  def step(self, state, action):
+    state, timestep = super().step(state, action)
+    return state, dataclasses.replace(timestep, reward=float('nan'))
+
+
+def test_a_reward_that_is_no_number_ends_the_episode_alone(caplog):
+  batched = make_batched(Unpriced())
+  result, _ = batched.reset(['train/0'], [0])
+  available = batched.store.timestep(int(result.handles[0])).available
+  actions = tokens_of(batched, int(result.handles[0]), available[0])[None]
+  got = batched.host_step(result.handles, actions, np.ones(1, bool))
+  assert got.status.tolist() == [ERROR] and got.truncated.tolist() == [True]
+  assert got.rewards.tolist() == [0.0]
+  assert 'finite reward' in caplog.text
 
 
 def test_bad_handles_end_their_rows():
