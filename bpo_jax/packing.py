@@ -139,9 +139,10 @@ def micro_batches(
   """Splits rows into batches of like length, padded to few shapes.
 
   Rows are sorted by length, longest first; a batch is as long as its first row,
-  rounded up to `bucket`, and has a power of two of rows. Rows that train no
-  token are left out. Padding changes no gradient: sums and denominators travel
-  apart.
+  rounded up to `bucket`, and has as many rows as go into `max_tokens`, rounded
+  down to a power of two; half as many where no more are left. So few shapes are
+  compiled. Rows that train no token are left out. Padding changes no gradient:
+  sums and denominators travel apart.
 
   Args:
     rows: R rows.
@@ -158,7 +159,7 @@ def micro_batches(
   while len(order):
     length = -(-int(lengths[order[0]]) // bucket) * bucket
     most = 1 << (max(1, max_tokens // length).bit_length() - 1)
-    num_rows = min(most, 1 << (len(order) - 1).bit_length())
+    num_rows = most if len(order) > most // 2 else max(1, most // 2)
     batches.append(_sub_batch(rows, order[:num_rows], num_rows, length))
     order = order[num_rows:]
   return batches

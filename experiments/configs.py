@@ -140,7 +140,7 @@ class TrainConfig(AgentConfig):
   tasks_per_update: int = field(16, 'Tasks, each a tree, per update.', min=1)
 
   # Optimisation.
-  learning_rate: float = field(5e-4, 'Peak step size of AdamW.', min=0.0)
+  learning_rate: float = field(1e-3, 'Peak step size of AdamW.', min=0.0)
   warmup: float = field(
       0.05, 'Share of the budget over which the step size rises.',
       min=0.0, max=0.9,

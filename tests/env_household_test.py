@@ -159,8 +159,8 @@ def test_sizes_are_kept(split):
     counts.add(len(scene.objects))
     spots = [(p.location, p.position) for p in scene.layout.receptacles]
     assert len(spots) == len(set(spots))
-  assert places == set(range(6, 15))
-  assert min(counts) == 8 and 23 <= max(counts) <= 25
+  assert places == set(range(5, 11))
+  assert min(counts) == 6 and 14 <= max(counts) <= 16
 
 
 def test_receptacles_may_share_a_location():

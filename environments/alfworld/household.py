@@ -55,8 +55,8 @@ class HouseholdEnvironment(environment.GameEnvironment):
   """
 
   def __init__(
-      self, seed: int = 0, num_receptacles: tuple[int, int] = (6, 14),
-      num_objects: tuple[int, int] = (8, 25), num_train: int = 100_000,
+      self, seed: int = 0, num_receptacles: tuple[int, int] = (5, 10),
+      num_objects: tuple[int, int] = (6, 16), num_train: int = 100_000,
       num_valid: int = 200, max_games: int = 256):
     """Generates nothing yet.
 

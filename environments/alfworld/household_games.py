@@ -55,8 +55,8 @@ class Sizes:
       few kinds of things (a bathroom, say) stops at three of each kind.
   """
 
-  num_receptacles: tuple[int, int] = (6, 14)
-  num_objects: tuple[int, int] = (8, 25)
+  num_receptacles: tuple[int, int] = (5, 10)
+  num_objects: tuple[int, int] = (6, 16)
 
   def __post_init__(self):
     _check_range('num_receptacles', self.num_receptacles, 5, 20)
