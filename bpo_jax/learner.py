@@ -123,21 +123,37 @@ def imitation_loss(log_probs, entropies, rows, reference_log_probs) -> Terms:
   return {'loss/imitation': -log_probs, 'policy/entropy': entropies}
 
 
-def make_policy_loss(config: LossConfig) -> LossFn:
-  """Returns the clipped surrogate with its KL and entropy terms."""
+def make_policy_loss(
+    config: LossConfig,
+    objective: Callable[..., jax.Array] | None = None,
+) -> LossFn:
+  """Returns the surrogate with its KL and entropy terms.
+
+  Args:
+    config: scalars.
+    objective: `(log_probs, behaviour_log_probs, advantages)` to what is to be
+      maximised at each token; None for the surrogate clipped as in `config`.
+  """
+  if objective is None:
+    objective = functools.partial(
+        objectives.clipped_surrogate,
+        clip_epsilon_low=config.clip_epsilon_low,
+        clip_epsilon_high=config.clip_epsilon_high,
+    )
 
   def policy_loss(log_probs, entropies, rows, reference_log_probs):
     log_ratio = log_probs - rows.behaviour_log_probs
-    clipped = (jnp.exp(log_ratio) < 1 - config.clip_epsilon_low) | (
-        jnp.exp(log_ratio) > 1 + config.clip_epsilon_high
+    ratio = jnp.exp(log_ratio)
+    # Where the clip cuts the gradient off: beyond the bound that the sign of
+    # the advantage makes active.
+    clipped = jnp.where(
+        rows.advantages > 0,
+        ratio > 1 + config.clip_epsilon_high,
+        (rows.advantages < 0) & (ratio < 1 - config.clip_epsilon_low),
     )
     terms = {
-        'loss/surrogate': -objectives.clipped_surrogate(
-            log_probs,
-            rows.behaviour_log_probs,
-            rows.advantages,
-            config.clip_epsilon_low,
-            config.clip_epsilon_high,
+        'loss/surrogate': -objective(
+            log_probs, rows.behaviour_log_probs, rows.advantages
         ),
         'policy/entropy': entropies,
         'policy/clip_fraction': clipped.astype(jnp.float32),

@@ -248,7 +248,8 @@ class BatchedEnvironment:
     """Writes all of a row but handle and status, or nothing if it raises."""
     if not np.isfinite(timestep.reward):
       raise ValueError(
-          f'expected a finite reward from the environment, got {timestep.reward}'
+          'expected a finite reward from the environment, got '
+          f'{timestep.reward}'
       )
     commands = self.codec.encode_commands(timestep.available)
     if action is not None:

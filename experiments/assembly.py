@@ -10,6 +10,7 @@ from absl import logging
 import jax
 import optax
 
+from bpo_jax import checkpoint
 from bpo_jax import learner
 from bpo_jax import rollout
 from bpo_jax import sampling
@@ -135,6 +136,28 @@ def make_agent(config: configs.AgentConfig) -> Agent:
   return Agent(
       environment, phrasebook, tokenizer, batched, model, sampler, grower
   )
+
+
+def restore(
+    workdir: pathlib.Path,
+    agent: Agent,
+    target: learner.TrainState,
+    step: int | None = None,
+) -> checkpoint.Restored:
+  """Returns a run's checkpoint, checked to be of the agent's vocabulary.
+
+  Raises:
+    FileNotFoundError: if there is none.
+    ValueError: if it is corrupted, of another model size, or its tokens stand
+      for other words.
+  """
+  found = checkpoint.restore(workdir / 'checkpoints', target, step)
+  if found.extra['vocabulary'] != agent.tokenizer.to_dict():
+    raise ValueError(
+        f'the checkpoint in {workdir} is of another vocabulary: its tokens'
+        ' would stand for other words; use the version of the code that wrote it'
+    )
+  return found
 
 
 def init_params(config: configs.TrainConfig, agent: Agent) -> dict:

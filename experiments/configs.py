@@ -5,11 +5,13 @@ A default of None in an optional field means the algorithm's own default.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import inspect
 from typing import Any
 
 from bpo_jax import advantages
 from bpo_jax import algorithms
+from bpo_jax import branching
 from bpo_jax import learner
 from bpo_jax import returns
 from bpo_jax import types
@@ -20,6 +22,13 @@ check = config_fields.check
 
 # Five minutes on two cores for one, twenty for the other.
 _DEFAULT_UPDATES = {'household': 40, 'alfworld': 120}
+
+_SELECTIONS = {
+    'top_m': branching.top_entropy,
+    'causal': branching.causal_threshold,
+}
+
+_MOST = 2**31 - 1  # What is counted is counted in int32.
 
 # ALFWorld's is that of the BPO paper (arXiv 2607.14171).
 _TURN_LIMITS = {'household': 30, 'alfworld': 40}
@@ -62,6 +71,11 @@ class AgentConfig:
 
   def __post_init__(self):
     check(self)
+    if self.data is not None and self.env == 'household':
+      raise ValueError(
+          'household games are generated and need no --data; leave it out, or'
+          ' add --env=alfworld'
+      )
     if self.width % (2 * self.num_heads):
       raise ValueError(
           'width must be a multiple of twice num_heads, got width ='
@@ -91,6 +105,12 @@ class TrainConfig(AgentConfig):
   group_size: int | None = field(
       None, 'K, siblings at a branch point: K - 1 forks and what was there.',
       min=2,
+  )
+  selection: str | None = field(
+      None,
+      'How branch points are chosen: top_m, the largest entropies after the'
+      ' fact, or causal, the first above a threshold (bpo, bpo_rb).',
+      choices=tuple(_SELECTIONS),
   )
   min_spacing: int | None = field(
       None,
@@ -126,17 +146,31 @@ class TrainConfig(AgentConfig):
       None, 'What was there before a fork, in the loss (bpo, bpo_rb).',
       choices=advantages.INCUMBENTS,
   )
+  scale: str | None = field(
+      None, 'What advantages are divided by; none for Dr. GRPO (grpo).',
+      choices=advantages.SCALES,
+  )
+  path_weighting: str | None = field(
+      None, 'Whether every token or every path weighs alike (grpo, rloo).',
+      choices=advantages.PATH_WEIGHTINGS,
+  )
   rho: float | None = field(
       None, 'Trust in the siblings as a baseline (bpo_rb).', min=0.0, max=1.0
   )
 
   # Budget: whichever is spent first ends the run.
   updates: int | None = field(
-      None, 'Updates to do; where no budget is given, 40 in household games and 120 in'
-      ' ALFWorld.', min=1
+      None,
+      'Updates to do; where no budget is given, 40 in household games and 120'
+      ' in ALFWorld.',
+      min=1,
   )
-  budget_steps: int | None = field(None, 'Environment steps to take.', min=1)
-  budget_tokens: int | None = field(None, 'Action tokens to generate.', min=1)
+  budget_steps: int | None = field(
+      None, 'Environment steps to take.', min=1, max=_MOST
+  )
+  budget_tokens: int | None = field(
+      None, 'Action tokens to generate.', min=1, max=_MOST
+  )
   tasks_per_update: int = field(16, 'Tasks, each a tree, per update.', min=1)
 
   # Optimisation.
@@ -261,18 +295,21 @@ class Method:
     credit: tree -> Credit.
     plan: (tree, threshold in nats) -> BranchPlan; None where only the root
       branches. A policy without a threshold does not look at it.
-    loss: the objective's scalars.
+    objective: (log_probs, behaviour_log_probs, advantages) -> what each token
+      adds to the surrogate, to be maximised.
+    loss: the scalars of what is added to it.
   """
 
   num_backbones: int
   credit: Callable[[Any], types.Credit]
   plan: Callable[[Any, Any], types.BranchPlan] | None
+  objective: Callable[..., Any]
   loss: learner.LossConfig
 
 
 _ESTIMATOR_OPTIONS = (
     'lambda_', 'prefix_credit', 'root_group', 'node_weighting', 'node_values',
-    'incumbent', 'rho',
+    'incumbent', 'rho', 'scale', 'path_weighting',
 )
 _LOSS_OPTIONS = ('clip_epsilon_low', 'clip_epsilon_high', 'kl_coef')
 
@@ -298,10 +335,19 @@ def method(config: TrainConfig) -> Method:
   defaults = algorithm.defaults
   loss = {name: defaults[name] for name in _LOSS_OPTIONS}
   num_backbones = config.num_backbones or defaults['num_backbones']
+  if num_backbones == 1 and algorithm.branch_policy is None:
+    raise ValueError(
+        f'{algorithm.name} compares the trajectories of a task with each other:'
+        ' expected --num_backbones of at least 2, got 1'
+    )
   return Method(
       num_backbones=num_backbones,
       credit=lambda tree: algorithm.credit(tree, **options),
       plan=_plan(algorithm, config, num_backbones),
+      objective=functools.partial(
+          algorithm.objective,
+          **chosen(('clip_epsilon_low', 'clip_epsilon_high')),
+      ),
       loss=learner.LossConfig(
           **(loss | chosen(_LOSS_OPTIONS)),
           entropy_coef=config.entropy_coef,
@@ -313,7 +359,9 @@ def _plan(algorithm, config, num_backbones):
   """Returns the branch policy with the config's choices, None without one."""
   given = {
       name: getattr(config, name)
-      for name in ('num_branch_points', 'group_size', 'min_spacing')
+      for name in (
+          'num_branch_points', 'group_size', 'min_spacing', 'selection'
+      )
       if getattr(config, name) is not None
   }
   if algorithm.branch_policy is None:
@@ -323,21 +371,23 @@ def _plan(algorithm, config, num_backbones):
           ' out'
       )
     return None
-  # The paper's 64 tokens are a turn or two of a language model's prose.
-  options = {'min_spacing': 8} | given
-  if 'group_size' in options:
-    options['num_forks'] = options.pop('group_size') - 1
-  known = inspect.signature(algorithm.branch_policy).parameters
-  if 'max_per_path' in known:
-    points = given.get(
-        'num_branch_points', algorithm.defaults['num_branch_points']
-    )
-    options['max_per_path'] = -(-points // num_backbones)
-  if options.get('num_branch_points') == 0:
+  defaults = algorithm.defaults
+  points = given.get('num_branch_points', defaults['num_branch_points'])
+  if points == 0:
     return None
+  options = {
+      'num_branch_points': points,
+      'num_forks': given.get('group_size', defaults['num_forks'] + 1) - 1,
+      # The paper's 64 tokens are a turn or two of a language model's prose.
+      'min_spacing': given.get('min_spacing', 8),
+  }
+  policy = _SELECTIONS.get(config.selection, algorithm.branch_policy)
+  known = inspect.signature(policy).parameters
+  if 'max_per_path' in known:
+    options['max_per_path'] = -(-points // num_backbones)
 
   def plan(tree, threshold):
     causal = {'threshold': threshold} if 'threshold' in known else {}
-    return algorithm.plan(tree, **options, **causal)
+    return policy(tree, **options, **causal)
 
   return plan

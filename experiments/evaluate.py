@@ -26,6 +26,9 @@ from experiments import scoring
 from experiments import warm_start
 
 
+_EVALUATION = 2**31 - 2
+
+
 def run_config(config: configs.EvaluateConfig) -> configs.TrainConfig:
   """Returns the config that the run was trained with, its data as given now.
 
@@ -54,10 +57,8 @@ def load_policy(
   params = assembly.init_params(training, agent)
   if config.warm_start:
     return 0, checkpoint.restore(workdir / warm_start.FOLDER, params).state
-  found = checkpoint.restore(
-      workdir / 'checkpoints', assembly.init_state(training, params),
-      config.step,
-  )
+  target = assembly.init_state(training, params)
+  found = assembly.restore(workdir, agent, target, config.step)
   return found.step, found.state.params
 
 
@@ -74,13 +75,18 @@ def score(
   ways = {'greedy': config.greedy != 'no', 'sampled': config.greedy != 'yes'}
   return {
       way: scoring.evaluate(
-          agent.grower, params, tasks, types, jax.random.key(config.seed),
+          agent.grower, params, tasks, types, _evaluation_key(config.seed),
           passes=1 if way == 'greedy' else config.passes,
           greedy=way == 'greedy',
           progress=scoring.report(way),
       )
       for way, is_wanted in ways.items() if is_wanted
   }
+
+
+def _evaluation_key(seed: int) -> jax.Array:
+  """Returns a key that training with the same seed never uses."""
+  return jax.random.fold_in(jax.random.key(seed), _EVALUATION)
 
 
 def table(scores: Mapping[str, scoring.Score]) -> str:

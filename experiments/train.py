@@ -89,7 +89,7 @@ def set_up(config: configs.TrainConfig) -> Run:
   # A copy: the update consumes the arrays of the state that it is given.
   state = assembly.init_state(config, jax.tree.map(jnp.copy, reference))
   if checkpoint.latest_step(workdir / 'checkpoints') is not None:
-    state = checkpoint.restore(workdir / 'checkpoints', state).state
+    state = assembly.restore(workdir, agent, state).state
     logging.info('Going on after update %d.', int(state.update))
   return Run(
       config=config,
@@ -239,7 +239,7 @@ def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
   update_fn = learner.make_update_fn(
       agent.model,
       assembly.make_optimizer(config),
-      learner.make_policy_loss(method.loss),
+      learner.make_policy_loss(method.loss, method.objective),
       config.temperature,
   )
   reference = run.reference if method.loss.kl_coef else None
@@ -293,6 +293,8 @@ def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
         'branch_threshold': float(run.state.branch_threshold),
         'skipped_tasks': skipped,
         'errors': sum(n for status, n in grown.statuses.items() if status > 1),
+        **agent.batched.metrics(),
+        'codec/unknown_words': agent.tokenizer.unknown.total(),
         **clock.laps,
         'time/update': clock.total(),
     }
@@ -336,10 +338,13 @@ def save(run: Run) -> None:
         run.workdir / 'checkpoints',
         int(run.state.update),
         run.state,
-        {'config': config_flags.to_dict(run.config)},
+        {
+            'config': config_flags.to_dict(run.config),
+            'vocabulary': run.agent.tokenizer.to_dict(),
+        },
     )
   except OSError as error:
-    logging.error('%s The run goes on; the last checkpoint is whole.', error)
+    logging.error('%s The run goes on; older checkpoints are whole.', error)
 
 
 def score(run: Run, label: str) -> scoring.Score:
@@ -444,7 +449,7 @@ def main(argv: Sequence[str]) -> None:
     raise flags.IllegalFlagValueError(str(error)) from error
   try:
     run_training(run)
-  except FloatingPointError as error:
+  except (FloatingPointError, OSError) as error:
     sys.exit(f'error: {error}')
   finally:
     run.agent.close()

@@ -34,6 +34,10 @@ from experiments import configs
 FOLDER = 'warm_start'  # In a run's workdir.
 
 _FITTED_GAMES = 300  # Enough to know where things usually lie.
+# Counted up when the same flags come to give other parameters.
+_VERSION = 1
+_PURPOSE = 2**32 - 1  # Apart from the epochs of training, from 0 up.
+_MOST_LOST = 20  # Batches without a win before giving up.
 _DECISION_BUCKET = 512  # Actions; bounds how many shapes are compiled.
 
 
@@ -60,8 +64,8 @@ def demonstrate(
     tasks: Sequence[Any],
     rng: np.random.Generator,
     max_turns: int,
-) -> trees.Tree:
-  """Returns the searcher's won episodes on `tasks`, a chain each.
+) -> trees.Tree | None:
+  """Returns the searcher's won episodes on `tasks`, a chain each, if any.
 
   Args:
     agent: gives environment, phrasebook and tokenizer.
@@ -80,17 +84,25 @@ def demonstrate(
     for timestep, command in turns:
       words = agent.phrasebook.action(command, timestep.available)
       commands.append(codec.encode_commands(timestep.available))
-      actions.append(encode(words))
+      actions.append(_action_tokens(agent, encode(words)))
   if not episodes:
-    raise ValueError(
-        f'the searcher won none of {len(tasks)} games within {max_turns} turns;'
-        ' raise --max_turns or lower --warm_start_noise'
-    )
-  allowed = _allowed(commands, actions, agent.model.config.vocab_size)
+    return None
+  allowed = [None] * len(actions)
+  if agent.sampler.constrained:
+    allowed = _allowed(commands, actions, agent.model.config.vocab_size)
   decisions = iter(zip(actions, allowed))
   return trees.stack(
       [_chain(codec, turns, last, decisions) for turns, last in episodes]
   )
+
+
+def _action_tokens(agent: assembly.Agent, tokens: list[int]) -> list[int]:
+  """Returns an action's tokens as the sampler would have drawn them.
+
+  A policy that may draw any token says by token 0 that a short action ends.
+  """
+  is_short = len(tokens) < agent.sampler.action_length
+  return tokens + [0] * (is_short and not agent.sampler.constrained)
 
 
 def _allowed(commands, actions, vocab_size: int) -> np.ndarray:
@@ -118,12 +130,14 @@ def _chain(codec, turns, last, decisions) -> trees.TreeBuilder:
       padded, length = codec.encode_observation(timestep, command)
       shown = padded[:length].tolist()
     count = len(action)
+    if allowed is not None:
+      allowed = np.pad(allowed[:count], ((0, len(shown)), (0, 0)))
     node = builder.add(
         node,
         action + shown,
         action_mask=np.arange(count + len(shown)) < count,
         behaviour_log_probs=np.zeros(count + len(shown)),
-        allowed=np.pad(allowed[:count], ((0, len(shown)), (0, 0))),
+        allowed=allowed,
         reward=timestep.reward,
         terminal=timestep.terminal,
     )
@@ -144,21 +158,30 @@ def _demonstrations(
     return
   expert = make_expert(agent, config.warm_start_noise)
   tasks = agent.environment.tasks('train')
-  rng = np.random.default_rng([config.seed, 1])
+  rng = np.random.default_rng([config.seed, _PURPOSE])
   size = config.warm_start_batch
   order = rng.permutation(len(tasks))
   stream = itertools.cycle(order)
 
   def batch():
-    some = itertools.islice(stream, size)
-    chosen = list(_playable_ids(agent, tasks, some))
-    return demonstrate(agent, expert, chosen, rng, agent.grower.max_turns)
+    for _ in range(_MOST_LOST):
+      some = itertools.islice(stream, size)
+      chosen = list(_playable_ids(agent, tasks, some))
+      tree = demonstrate(agent, expert, chosen, rng, agent.grower.max_turns)
+      if tree is not None:
+        return tree
+    raise ValueError(
+        f'the searcher won none of {_MOST_LOST * size} games within'
+        f' {agent.grower.max_turns} turns; raise --max_turns or lower'
+        ' --warm_start_noise'
+    )
 
   with futures.ThreadPoolExecutor(1) as pool:
     ahead = pool.submit(batch)
-    for _ in range(config.warm_start_updates):
+    for number in range(1, config.warm_start_updates + 1):
       tree = ahead.result()
-      ahead = pool.submit(batch)
+      if number < config.warm_start_updates:
+        ahead = pool.submit(batch)
       yield tree
 
 
@@ -230,7 +253,7 @@ def fingerprint(config: configs.TrainConfig, agent: assembly.Agent) -> str:
   names += [n for n in dir(config) if n.startswith('warm_start_')]
   facts = {name: getattr(config, name) for name in (*names, 'seed')}
   facts['vocabulary'] = agent.tokenizer.fingerprint()
-  facts['version'] = version.__version__
+  facts['version'] = version.__version__, _VERSION
   text = json.dumps(facts, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -57,13 +57,20 @@ def _package(module: str) -> list[str]:
 
 def _imports(tree: ast.Module, package: list[str]) -> Iterator[str]:
   """Yields the dotted name of everything imported, anywhere in the module."""
+  yield from (whole for _, whole in _bindings(tree, package))
+
+
+def _bindings(
+    tree: ast.Module, package: list[str]) -> Iterator[tuple[str, str]]:
+  """Yields (how the module writes it, dotted name) of everything imported."""
   for node in ast.walk(tree):
     if isinstance(node, ast.Import):
-      yield from (alias.name for alias in node.names)
+      yield from ((a.asname or a.name, a.name) for a in node.names)
     elif isinstance(node, ast.ImportFrom):
       base = package[:len(package) - node.level + 1] if node.level else []
       base = base + ([node.module] if node.module else [])
-      yield from ('.'.join([*base, alias.name]) for alias in node.names)
+      yield from ((a.asname or a.name, '.'.join([*base, a.name]))
+                  for a in node.names)
 
 
 def _dotted(node: ast.expr) -> str:
@@ -77,10 +84,19 @@ def _dotted(node: ast.expr) -> str:
 
 
 def _uses(tree: ast.Module, package: list[str]) -> set[str]:
-  """Returns everything imported, and every attribute reached by its name."""
+  """Returns everything imported, and every attribute by its full name.
+
+  A name that several imports bind stands for each of them.
+  """
   nodes = ast.walk(tree)
-  attributes = {_dotted(n) for n in nodes if isinstance(n, ast.Attribute)}
-  return set(_imports(tree, package)) | attributes - {''}
+  written = {_dotted(n) for n in nodes if isinstance(n, ast.Attribute)} - {''}
+  bound = set(_bindings(tree, package))
+  resolved = {
+      whole + attribute.removeprefix(name)
+      for attribute in written for name, whole in bound
+      if _is_within(attribute, name)
+  }
+  return {whole for _, whole in bound} | written | resolved
 
 
 def _is_within(name: str, whole: str) -> bool:
@@ -272,6 +288,13 @@ def test_a_right_order_is_not():
     ('bpo_jax/learner.py', 'from orbax.checkpoint import v1'),
     ('environments/store.py', 'from jax.experimental import io_callback'),
     ('bpo_jax/rollout.py', 'import jax\njax.experimental.io_callback(f)'),
+    ('environments/store.py',
+     'from jax import experimental\nexperimental.io_callback(f)'),
+    ('environments/store.py',
+     'from jax import experimental as e\ndef g():\n  e.io_callback(f)'),
+    ('environments/store.py', 'import jax.experimental as e\ne.io_callback(f)'),
+    ('bpo_jax/rollout.py', 'import jax as j\nj.experimental.io_callback(f)'),
+    ('bpo_jax/rollout.py', 'from os import path as o\nimport os as o\no.fork()'),
     ('environments/store.py', 'import subprocess'),
     ('experiments/train.py', 'from multiprocessing import pool'),
     ('environments/store.py', 'import os\nos.fork()'),
@@ -288,6 +311,10 @@ def test_a_tool_away_from_home_is_found(module, code):
     ('bpo_jax/learner.py', 'from absl import logging'),
     ('bpo_jax/checkpoint.py', 'from orbax.checkpoint import v1'),
     ('environments/callbacks.py', 'from jax.experimental import io_callback'),
+    ('environments/callbacks.py',
+     'from jax import experimental\nexperimental.io_callback(f)'),
+    ('environments/store.py', 'from here import experimental\n'
+     'experimental.io_callback(f)'),
     ('environments/sandbox/pool.py', 'import subprocess, os\nos.fork()'),
 ])
 def test_a_tool_at_home_is_not(module, code):

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import tarfile
+import tempfile
 
 import pytest
 
@@ -36,14 +37,19 @@ def alfworld_games(data_dir) -> pathlib.Path:
   ) / 'bpo_jax' / 'tests'
   games = cache / 'json_2.1.1'
   if not games.is_dir():
-    # Unpack beside and rename, so that two test workers cannot see half of it.
-    staging = cache / f'unpacking-{os.getpid()}'
-    staging.mkdir(parents=True, exist_ok=True)
+    _unpack(archive, games)
+  return games
+
+
+def _unpack(archive: pathlib.Path, games: pathlib.Path) -> None:
+  """Unpacks beside and renames: no other test worker sees half of it."""
+  games.parent.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryDirectory(
+      prefix='unpacking-', dir=games.parent) as staging:
     with tarfile.open(archive) as tar:
       tar.extractall(staging, filter='data')
     try:
-      (staging / 'json_2.1.1').rename(games)
+      pathlib.Path(staging, games.name).rename(games)
     except OSError:
-      if not games.is_dir():
+      if not games.is_dir():  # Else another worker was faster.
         raise
-  return games

@@ -18,8 +18,12 @@ def made():
 
 @pytest.fixture(scope='module')
 def likelihoods(made):
+  return _fit(made)
+
+
+def _fit(environment):
   return expert_lib.fit(
-      made.game(task.id) for task in made.tasks('train')[:150])
+      environment.game(task.id) for task in environment.tasks('train')[:150])
 
 
 def _play_all(environment, split, expert, seed=0):
@@ -59,11 +63,15 @@ def test_wins_generated_games(made, likelihoods, split, noise, least):
   assert 5 < turns < 12
 
 
-def test_knowing_where_things_lie_saves_turns(made, likelihoods):
-  ignorant = expert_lib.Expert(expert_lib.Likelihoods({}), noise=0.0)
-  knowing = expert_lib.Expert(likelihoods, noise=0.0)
-  assert (_play_all(made, 'valid_seen', knowing)[1] + 1
-          < _play_all(made, 'valid_seen', ignorant)[1])
+def test_knowing_where_things_lie_saves_turns():
+  # In rooms large enough that there is something to search.
+  large = household.HouseholdEnvironment(
+      num_receptacles=(10, 14), num_objects=(12, 25), num_valid=60)
+  knowing, ignorant = (
+      expert_lib.Expert(known, noise=0.0)
+      for known in (_fit(large), expert_lib.Likelihoods({})))
+  assert (_play_all(large, 'valid_seen', knowing)[1] + 1
+          < _play_all(large, 'valid_seen', ignorant)[1])
 
 
 def test_noise_costs_turns(made, likelihoods):

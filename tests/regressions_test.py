@@ -1,7 +1,7 @@
 """Faults that other systems of this kind shipped, one test a number.
 
-The number is that of the list of faults; the name says what went wrong there.
-Right values are worked out by hand.
+The numbers are those of a catalogue of faults seen in comparable systems; each
+test names its fault. Right values are worked out by hand.
 """
 
 import builders

@@ -95,8 +95,7 @@ def test_what_is_imitated_could_have_been_drawn(agent, demonstrations):
 
 def test_games_that_take_too_long_are_left_out(agent, expert):
   tasks = agent.environment.tasks('train')[:2]
-  with pytest.raises(ValueError, match='won none of 2 games within 1 turns'):
-    demonstrate(agent, expert, tasks, max_turns=1)
+  assert demonstrate(agent, expert, tasks, max_turns=1) is None
 
 
 def test_every_action_token_counts_alike(demonstrations):

@@ -1,7 +1,8 @@
 """Draws the rooms of the generated games: which furniture stands where.
 
-A layout decides which split may use it, by a hash of itself. So no room is ever
-shared between splits, whatever the seed and however many games are drawn.
+A layout decides which split may use it, by a hash of its furniture. So no room
+is ever shared between splits, whatever the seed and however many games there
+are.
 """
 
 from collections.abc import Sequence
@@ -61,8 +62,13 @@ class Layout:
 
   @property
   def split(self) -> str:
-    """The only split whose games may use it."""
-    share = hash_share(self)
+    """The only split whose games may use it.
+
+    By what an agent can tell of a room, its kind and how many of each type of
+    furniture it has: two rooms that differ in coordinates alone are one.
+    """
+    types = tuple(sorted(piece.type for piece in self.receptacles))
+    share = hash_share((self.room, types))
     if share < _SHARES[0]:
       return SPLITS[0]
     return SPLITS[1] if share < _SHARES[0] + _SHARES[1] else SPLITS[2]
