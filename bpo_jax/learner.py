@@ -231,7 +231,7 @@ def make_update_fn(
         optimizer_state=optimizer_state,
         update=state.update + 1,
     )
-    return state, optax.global_norm(gradient)
+    return state, optax.global_norm(gradient), optax.global_norm(params)
 
   def update(state, batches, learning_rate, reference=None):
     denominator = max(total_weight(batches), 1e-8)
@@ -242,13 +242,15 @@ def make_update_fn(
           gradient, state.params, reference, rows, denominator
       )
       parts.append(sums)
-    state, norm = apply(state, gradient, learning_rate)
+    state, norm, size = apply(state, gradient, learning_rate)
     parts = jax.device_get(parts)
     values = {
         name: float(sum(part[name] for part in parts)) / denominator
         for name in (parts[0] if parts else ())
     }
-    return state, values | {'gradient/norm': float(norm)}
+    return state, values | {
+        'gradient/norm': float(norm), 'parameters/norm': float(size)
+    }
 
   return update
 

@@ -77,10 +77,15 @@ def pack(
     `action_mask` of the first row that holds it and of no other.
 
   Raises:
-    ValueError: if a path is longer than `row_length`, or if one begins with an
-      action.
+    ValueError: if a path is longer than `row_length`, if one begins with an
+      action, or if a parent does not come before its child.
   """
   tree, credit = jax.tree.map(np.asarray, (tree, credit))
+  if np.any(tree.parents >= np.arange(tree.parents.shape[1])):
+    raise ValueError(
+        'expected parents[n] < n at every node, got trees in another order;'
+        ' Tree.validate() tells where'
+    )
   sources, trained = zip(*_path_tokens(tree))
   longest = max(map(len, sources))
   row_length = longest if row_length is None else row_length

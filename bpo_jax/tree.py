@@ -290,9 +290,12 @@ class TreeBuilder:
     if not np.isfinite(log_probs[mask]).all():
       raise ValueError('behaviour_log_probs: expected finite values at action '
                        f'tokens, got {log_probs[mask]}')
-    if not np.isfinite(reward):
+    if not np.isfinite(np.float32(reward)):
       raise ValueError(f'reward: expected a finite number, got {reward}')
     entropy = _row('entropies', entropies, length, np.float32)
+    if not np.isfinite(entropy[mask]).all():
+      raise ValueError('entropies: expected finite values at action tokens, '
+                       f'got {entropy[mask]}')
     self._nodes.append(_Node(
         parent=parent, tokens=_row('tokens', tokens, length, np.int32),
         action_mask=mask, behaviour_log_probs=np.where(mask, log_probs, 0),

@@ -246,7 +246,7 @@ class BatchedEnvironment:
       action: str | None = None,
   ) -> None:
     """Writes all of a row but handle and status, or nothing if it raises."""
-    if not np.isfinite(timestep.reward):
+    if not np.isfinite(np.float32(timestep.reward)):
       raise ValueError(
           'expected a finite reward from the environment, got '
           f'{timestep.reward}'

@@ -155,7 +155,8 @@ def restore(
   if found.extra['vocabulary'] != agent.tokenizer.to_dict():
     raise ValueError(
         f'the checkpoint in {workdir} is of another vocabulary: its tokens'
-        ' would stand for other words; use the version of the code that wrote it'
+        ' would stand for other words; use the version of the code that wrote'
+        ' it'
     )
   return found
 

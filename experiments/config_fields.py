@@ -71,8 +71,8 @@ def find_fault(
 def _range_fault(value: Any, metadata: typing.Mapping[str, Any]) -> str:
   if value is None:
     return ''
-  if isinstance(value, float) and math.isnan(value):
-    return 'expected a number, got nan.'
+  if isinstance(value, float) and not math.isfinite(value):
+    return f'expected a finite number, got {value}.'
   low, high = metadata.get('min'), metadata.get('max')
   if low is not None and value < low:
     return f'expected at least {low}, got {value}.'

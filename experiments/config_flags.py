@@ -177,7 +177,10 @@ class _FieldParser(flags.ArgumentParser):
   def parse(self, argument: Any) -> Any:
     value = argument
     if isinstance(argument, str):
-      value = _from_text(argument, self._annotation)
+      # A choice called none is that choice; the default is then ''.
+      choices = self._metadata.get('choices') or ()
+      if argument not in choices:
+        value = _from_text(argument, self._annotation)
     fault = config_fields.find_fault(value, self._annotation, self._metadata)
     if fault:
       raise ValueError(fault)
@@ -190,8 +193,11 @@ class _FieldParser(flags.ArgumentParser):
 class _FieldSerializer(flags.ArgumentSerializer):
   """Writes a value as the text that parses back into it."""
 
+  def __init__(self, metadata: Mapping[str, Any]):
+    self._none = '' if 'none' in (metadata.get('choices') or ()) else 'none'
+
   def serialize(self, value: Any) -> str:
-    return _to_text(value)
+    return self._none if value is None else _to_text(value)
 
 
 class _FieldFlag(flags.Flag):
@@ -200,7 +206,8 @@ class _FieldFlag(flags.Flag):
   def __init__(self, annotation: Any, spec: dataclasses.Field, name: str):
     default = spec.default
     super().__init__(
-        _FieldParser(annotation, spec.metadata), _FieldSerializer(), name,
+        _FieldParser(annotation, spec.metadata),
+        _FieldSerializer(spec.metadata), name,
         None if default is dataclasses.MISSING else default, _help_text(spec),
         boolean=bool in (annotation, config_fields.optional_of(annotation)),
     )

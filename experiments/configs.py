@@ -28,6 +28,7 @@ _SELECTIONS = {
     'causal': branching.causal_threshold,
 }
 
+_MAX_SEED = 2**32 - 1  # JAX takes no more bits of it.
 _MOST = 2**31 - 1  # What is counted is counted in int32.
 
 # ALFWorld's is that of the BPO paper (arXiv 2607.14171).
@@ -216,7 +217,9 @@ class TrainConfig(AgentConfig):
   )
 
   # The run.
-  seed: int = field(0, 'Seed of everything but the games.', min=0)
+  seed: int = field(
+      0, 'Seed of everything but the games.', min=0, max=_MAX_SEED
+  )
   workdir: str | None = field(
       None, 'Where checkpoints and metrics go; None for a new folder in runs/.'
   )
@@ -269,7 +272,9 @@ class EvaluateConfig:
   step: int | None = field(
       None, 'Update whose checkpoint to take; None for the last one.', min=0
   )
-  seed: int = field(0, 'Seed of the sampled episodes.', min=0)
+  seed: int = field(
+      0, 'Seed of the sampled episodes.', min=0, max=_MAX_SEED
+  )
   out: str | None = field(None, 'JSON file to write the scores to.')
 
   def __post_init__(self):
@@ -335,15 +340,16 @@ def method(config: TrainConfig) -> Method:
   defaults = algorithm.defaults
   loss = {name: defaults[name] for name in _LOSS_OPTIONS}
   num_backbones = config.num_backbones or defaults['num_backbones']
-  if num_backbones == 1 and algorithm.branch_policy is None:
+  plan = _plan(algorithm, config, num_backbones)
+  if num_backbones == 1 and plan is None:
     raise ValueError(
-        f'{algorithm.name} compares the trajectories of a task with each other:'
-        ' expected --num_backbones of at least 2, got 1'
+        f'{algorithm.name} compares the trajectories of a task with each other,'
+        ' and one backbone without forks is alone: raise --num_backbones'
     )
   return Method(
       num_backbones=num_backbones,
       credit=lambda tree: algorithm.credit(tree, **options),
-      plan=_plan(algorithm, config, num_backbones),
+      plan=plan,
       objective=functools.partial(
           algorithm.objective,
           **chosen(('clip_epsilon_low', 'clip_epsilon_high')),

@@ -57,14 +57,12 @@ def read_curve(workdir: str, window: int) -> Curve:
 
   Raises:
     FileNotFoundError: if the folder holds no finished run.
+    ValueError: if a file of it is damaged; names the file.
   """
   folder = pathlib.Path(workdir)
-  result = json.loads((folder / 'result.json').read_text())
-  with (folder / 'metrics.csv').open(newline='') as file:
-    rows = list(csv.DictReader(file))
-  starts = range(0, len(rows), window)
-  column = lambda name: np.array([float(row[name]) for row in rows])
-  steps, success = column('total/steps'), column('success')
+  result = _read_result(folder / 'result.json')
+  steps, success = _read_columns(folder / 'metrics.csv')
+  starts = range(0, len(steps), window)
   return Curve(
       label=f'{result["config"]["algorithm"]}, seed {result["config"]["seed"]}',
       steps=np.array([steps[start:start + window][-1] for start in starts]),
@@ -72,6 +70,41 @@ def read_curve(workdir: str, window: int) -> Curve:
                         for start in starts]),
       result=result,
   )
+
+
+def _read_result(path: pathlib.Path) -> dict[str, Any]:
+  """Returns what result.json holds, having looked up all that is drawn."""
+  try:
+    result = json.loads(path.read_text(encoding='utf-8'))
+    for name in ('algorithm', 'seed', 'eval_split'):
+      result['config'][name]
+    for score in (result['before'], result['after']):
+      low, high = score['interval']
+      float(score['success'] + low + high + result['steps'])
+  except (ValueError, LookupError, TypeError) as error:
+    raise _damaged(path, error) from error
+  return result
+
+
+def _read_columns(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
+  """Returns (environment steps, success) of every update."""
+  try:
+    with path.open(newline='', encoding='utf-8') as file:
+      rows = list(csv.DictReader(file))
+    steps, success = (
+        np.array([float(row[name]) for row in rows])
+        for name in ('total/steps', 'success'))
+    if not rows:
+      raise ValueError('it holds no update')
+  except (ValueError, LookupError, TypeError, csv.Error) as error:
+    raise _damaged(path, error) from error
+  return steps, success
+
+
+def _damaged(path: pathlib.Path, error: Exception) -> ValueError:
+  return ValueError(
+      f'{path} is not what a finished run leaves ({type(error).__name__}: '
+      f'{error}); run it again, or leave its folder out of --workdirs')
 
 
 def markdown(curves: Sequence[Curve]) -> str:
@@ -131,7 +164,7 @@ def main(argv: Sequence[str]) -> None:
     print(markdown(curves))
     if config.out is not None:
       draw(curves, config.out)
-  except (OSError, ImportError) as error:
+  except (OSError, ImportError, ValueError) as error:
     raise flags.IllegalFlagValueError(str(error)) from error
 
 

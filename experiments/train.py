@@ -116,7 +116,15 @@ def make_workdir(config: configs.TrainConfig) -> pathlib.Path:
     workdir = pathlib.Path('runs') / name
   else:
     workdir = pathlib.Path(config.workdir)
+  config_file = workdir / 'checkpoints' / 'config.json'
   has_run = checkpoint.latest_step(workdir / 'checkpoints') is not None
+  if has_run and not config_file.exists():
+    raise ValueError(
+        f'{workdir} has checkpoints but no {config_file.name} to tell what run'
+        ' they are of; put it back, or take another --workdir'
+    )
+  if not has_run:  # Of a run that did not come to its first checkpoint.
+    config_file.unlink(missing_ok=True)
   if has_run and not config.resume:
     raise ValueError(
         f'{workdir} holds a run already; pass --resume to go on with it, or'
@@ -271,9 +279,10 @@ def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
     )
     for _ in range(config.epochs):
       state, values = update_fn(state, batches, rate, reference)
-    if not np.isfinite(values['gradient/norm']):
+    # The step as well: too high a rate makes a good gradient a bad step.
+    if not np.isfinite(values['gradient/norm'] + values['parameters/norm']):
       raise FloatingPointError(
-          f'the gradient of update {number} is not finite. The last checkpoint'
+          f'the step of update {number} is not finite. The last checkpoint'
           f' in {run.workdir}, if one was due before, is whole; start another'
           ' run with a lower --learning_rate.'
       )
@@ -449,7 +458,8 @@ def main(argv: Sequence[str]) -> None:
     raise flags.IllegalFlagValueError(str(error)) from error
   try:
     run_training(run)
-  except (FloatingPointError, OSError) as error:
+  except (FloatingPointError, OSError, ValueError) as error:
+    logging.debug('Where it happened:', exc_info=True)  # With --verbosity=1.
     sys.exit(f'error: {error}')
   finally:
     run.agent.close()

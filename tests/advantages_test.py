@@ -16,7 +16,6 @@ import pytest
 from bpo_jax import advantages
 from bpo_jax import branching
 from bpo_jax import tree as tree_lib
-from bpo_jax import walks
 
 _SEEDS = range(10)
 
@@ -201,16 +200,47 @@ def test_prefix_credit_by_hand():
         got[0, 1:7, 0], [*prefix, 1, 0.5, -1, -0.5], atol=1e-6)
 
 
-@pytest.mark.parametrize('seed', range(3))
-def test_all_rows_cancel_on_the_prefix(seed):
-  # What every row of a group would carry to the prefix adds up to nothing.
-  tree = builders.random_trees(seed)
-  tree = tree.replace(action_mask=tree.token_mask | True)
-  credit = advantages.bpo(tree, prefix_credit='all_rows')
-  total = walks.sum_of_children(
-      credit.advantages[..., 0], tree.parents, tree_lib.in_group(tree))
-  assert np.abs(credit.advantages).max() > 0.1
-  np.testing.assert_allclose(total, 0, atol=1e-5)
+def _two_branch_points(r):
+  """Prefix a, b; forks beside c; a fork beside what follows c."""
+  builder = tree_lib.TreeBuilder()
+  a = builders.add_action(builder, builder.add(-1, [0]))
+  b = builders.add_action(builder, a)
+  c = builders.add_action(builder, b)
+  builders.add_action(builder, c, reward=r[0])
+  builders.add_action(builder, b, reward=r[1], birth=1)
+  builders.add_action(builder, b, reward=r[2], birth=1)
+  builders.add_action(builder, c, reward=r[3], birth=1)
+  return builder
+
+
+def test_all_rows_cancel_on_the_prefix():
+  r = np.random.default_rng(0).normal(size=(4, 3))  # Of three trees.
+  first = [r[0] - (r[1] + r[2]) / 2, r[1] - (r[0] + r[2]) / 2,
+           r[2] - (r[0] + r[1]) / 2]
+  second = [r[0] - r[3], r[3] - r[0]]
+  # A row per sibling: lambda^distance A_k, as it carries it to a and to b.
+  rows = np.array([[0.7 ** 2 * x, 0.7 * x] for x in first]
+                  + [[0.7 ** 3 * x, 0.7 ** 2 * x] for x in second])
+  assert np.abs(rows).min() > 1e-3
+  np.testing.assert_allclose(rows.sum(0), 0, atol=1e-12)
+
+  # Shapes and options of the cases, which are compiled already.
+  tree = tree_lib.stack([_two_branch_points(x) for x in r.T],
+                        num_nodes=28, num_tokens=8)
+
+  def prefix_and_rest(option):
+    credit = _jitted(_case(f'bpo-{option}')[0])(tree)
+    assert (credit.weights[:, 1:8, 0] == 1).all()
+    return np.split(np.asarray(credit.advantages[:, 1:8, 0]).T, [2])
+
+  prefix, rest = prefix_and_rest('all_rows')
+  np.testing.assert_allclose(prefix, rows.sum(0), atol=1e-6)
+  np.testing.assert_allclose(
+      rest, [first[0], second[0], first[1], first[2], second[1]], atol=1e-5)
+  np.testing.assert_array_equal(rest, prefix_and_rest('none')[1])
+  # The backbone's rows alone do not cancel.
+  np.testing.assert_allclose(
+      prefix_and_rest('sum')[0], rows[0] + rows[3], atol=1e-5)
 
 
 @pytest.mark.parametrize('seed', range(3))

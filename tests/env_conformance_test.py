@@ -42,7 +42,8 @@ class _Guide:
 
   def _watch(self, task, seed=0):
     following = self._reset(task, seed)
-    self._plan = list(self._environment.game(task.id).walkthrough)
+    task_id = task if isinstance(task, str) else task.id
+    self._plan = list(self._environment.game(task_id).walkthrough)
     return following
 
   def propose(self, timestep, rng):

@@ -39,7 +39,8 @@ def _save_run(folder, **overrides):
   other = assembly.init_params(dataclasses.replace(config, seed=1), agent)
   for step, values in ((3, params), (4, other)):
     state = assembly.init_state(config, values)
-    checkpoint.save(workdir / 'checkpoints', step, state)
+    checkpoint.save(workdir / 'checkpoints', step, state,
+                    {'vocabulary': agent.tokenizer.to_dict()})
   return workdir
 
 

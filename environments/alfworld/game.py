@@ -187,6 +187,8 @@ def read_task(path: str | pathlib.Path) -> str:
 
 def _read_text(path: str | pathlib.Path) -> str:
   try:
+    if not pathlib.Path(path).is_file():  # A pipe would be read for ever.
+      raise FileNotFoundError('there is no such file')
     return pathlib.Path(path).read_text(encoding='utf-8')
   except (OSError, UnicodeDecodeError) as error:
     raise ValueError(f'{path}: cannot be read: {error}') from error

@@ -63,6 +63,8 @@ class Grammar(NamedTuple):
   parameters: Mapping[str, tuple[int, ...]]
 
 
+_MAX_SENTENCE = 300
+
 _TASK = re.compile(
     r'"task"\s*:\s*\[\s*\{\s*"rhs"\s*:\s*("(?:[^"\\]|\\.)*")\s*\}\s*\]')
 
@@ -79,6 +81,10 @@ def split_task(text: str) -> tuple[str, str]:
   if not found:
     raise ValueError('grammar has no "task": [{"rhs": "<sentence>"}]')
   sentence = _json(found.group(1), 'task sentence')
+  if len(sentence) > _MAX_SENTENCE:
+    raise ValueError(
+        f'grammar: expected a task of at most {_MAX_SENTENCE} characters, got '
+        f'{len(sentence)}')
   if not sentence.strip() or re.search(r'[#{}\[\]]', sentence):
     raise ValueError(
         f'grammar: task must be a plain sentence, got {sentence!r}')

@@ -19,6 +19,9 @@ Scope = Mapping[str, tuple[int, str]]  # (place in the values, type) by name.
 Check = Callable[[Facts, state_lib.State, Values], bool]
 Matches = Callable[[Facts, state_lib.State, Values], Iterator[None]]
 
+# A match takes time exponential in the variables; real grammars have four.
+_MAX_ATOMS, _MAX_VARIABLES = 12, 5
+
 _ATOM = re.compile(r'\s*(\w+)\s*\(([^()]*)\)\s*')
 _VARIABLE = re.compile(r'\s*(\w+)\s*:\s*(\w+)\s*')
 
@@ -58,11 +61,20 @@ def read(condition: str, scope: Scope) -> tuple[Sequence[Step], Scope]:
   """
   inner = dict(scope)
   steps = []
-  for atom in condition.split('&'):
+  atoms = condition.split('&')
+  if len(atoms) > _MAX_ATOMS:
+    raise ValueError(
+        f'expected a condition of at most {_MAX_ATOMS} predicates, got '
+        f'{len(atoms)}')
+  for atom in atoms:
     found = _ATOM.fullmatch(atom)
     if not found:
       raise ValueError(f'{atom!r} is no predicate(variable:type, ..)')
     steps.append(_read_step(*found.groups(), inner))
+  if len(inner) - len(scope) > _MAX_VARIABLES:
+    raise ValueError(
+        f'expected a condition of at most {_MAX_VARIABLES} variables of its '
+        f'own, got {len(inner) - len(scope)}')
   return steps, inner
 
 

@@ -63,6 +63,7 @@ _ENDING = re.compile(
     r' (?:the |one )?(?:same )?([a-z]+)$')
 _REVEALING = frozenset(('go', 'open', 'examine', 'look', 'inventory'))
 _MAX_NAMES = 9
+_NUM_NAMES = {'go': 1, 'move': 2, 'heat': 2, 'clean': 2, 'cool': 2}
 
 # The first key found among the words of the sentence decides, so `two` and the
 # treatments stand before the plain words `put` and `look`.
@@ -200,7 +201,7 @@ class Terse:
 @functools.lru_cache(maxsize=4096)
 def _room(available: tuple[str, ...]) -> tuple[str, ...]:
   counts = collections.Counter(
-      split_command(command)[1].split(' ')[0]
+      _command_words(command)[1]
       for command in available if command.startswith('go to '))
   pairs = ((name, str(count)) for name, count in sorted(counts.items()))
   return tuple(word for pair in pairs for word in pair)
@@ -221,6 +222,10 @@ def _takeable(available: Sequence[str]) -> list[str]:
 def _command_words(command: str) -> tuple[str, ...]:
   """The command's words where no other command competes for them."""
   verb, *names = split_command(command)
+  if len(names) < _NUM_NAMES.get(verb, 0):
+    raise ValueError(
+        f'expected {verb} with {_NUM_NAMES[verb]} names such as "mug 2", as in '
+        f'ALFWorld, got {command!r}; the phrasebook cannot put it in few words')
   if verb == 'move':
     words = ('put', names[1])
   elif verb in ('heat', 'clean', 'cool'):
