@@ -32,7 +32,7 @@ _MAX_SEED = 2**32 - 1  # JAX takes no more bits of it.
 _MOST = 2**31 - 1  # What is counted is counted in int32.
 
 # ALFWorld's is that of the BPO paper (arXiv 2607.14171).
-_TURN_LIMITS = {'household': 30, 'alfworld': 40}
+_TURN_LIMITS = {'household': 20, 'alfworld': 40}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class AgentConfig:
   env_seed: int = field(0, 'Seed of the generated games.', min=0)
   max_turns: int | None = field(
       None,
-      'Actions after which an episode is truncated; None for 30 in household'
+      'Actions after which an episode is truncated; None for 20 in household'
       ' games and 40 in ALFWorld.',
       min=1,
   )
@@ -211,7 +211,7 @@ class TrainConfig(AgentConfig):
   train_split: str = field('train', 'Split to train on.')
   eval_split: str = field('valid_unseen', 'Split to evaluate on.')
   eval_tasks: int | None = field(None, 'Tasks of it; None for all.', min=1)
-  eval_passes: int = field(1, 'Episodes per task.', min=1)
+  eval_passes: int = field(2, 'Episodes per task.', min=1)
   eval_every: int | None = field(
       None, 'Updates between evaluations; None for first and last only.', min=1
   )

@@ -6,7 +6,7 @@
 
 Warm-starts a small transformer by imitating a scripted searcher, then improves
 it on trees of its own episodes, and scores it before and after on a split that
-it never trained on. Everything a run writes is in its --workdir: checkpoints/,
+it never trained on. A run's --workdir has its checkpoints/, warm_start/,
 metrics.csv, tensorboard/ and result.json. A run that was killed goes on, bit
 for bit, with --resume and the same flags.
 """

@@ -206,12 +206,14 @@ def train(
   )
   state = learner.init_state(params, optimizer, jax.random.key(config.seed))
   batches = _demonstrations(agent, config)
+  # A demonstration is short: one micro-batch holds all, with little padding.
+  max_tokens = min(config.max_tokens, 128 * config.warm_start_batch)
   for update, tree in enumerate(batches, start=1):
     rows = packing.pack(tree, imitation(tree))
     rate = learner.warmup_cosine(update / config.warm_start_updates, warmup=0.1)
     state, metrics = update_fn(
         state,
-        packing.micro_batches(rows, config.max_tokens),
+        packing.micro_batches(rows, max_tokens),
         config.warm_start_learning_rate * rate,
     )
     progress(update, config.warm_start_updates, metrics['loss/imitation'])
