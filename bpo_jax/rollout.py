@@ -396,7 +396,9 @@ class _Growth:
         np.pad(x, ((0, 0), (0, off)))
         for x in (actions.mask, actions.log_probs, actions.entropies)
     )
-    allowed = np.pad(actions.allowed, ((0, 0), (0, off), (0, 0)))
+    allowed = actions.allowed
+    if allowed is not None:
+      allowed = np.pad(allowed, ((0, 0), (0, off), (0, 0)))
     for row in np.flatnonzero(before.active):
       leaf, kept = leaves[row], keep[row]
       node = self._builders[leaf.tree].add(
@@ -405,7 +407,7 @@ class _Growth:
           action_mask=is_action[row, kept],
           behaviour_log_probs=log_probs[row, kept],
           entropies=entropies[row, kept],
-          allowed=allowed[row, kept],
+          allowed=None if allowed is None else allowed[row, kept],
           reward=float(result.rewards[row]),
           terminal=bool(result.terminal[row]),
           truncated=bool(result.truncated[row] and not result.terminal[row]),

@@ -62,7 +62,7 @@ class Actions(NamedTuple):
   mask: jax.Array  # [R, U] bool
   log_probs: jax.Array  # [R, U] float32
   entropies: jax.Array  # [R, U] float32, nats
-  allowed: jax.Array  # [R, U, V / 32] uint32
+  allowed: jax.Array | None  # [R, U, V / 32] uint32; None if unconstrained
 
 
 def pack_bits(allowed: jax.Array) -> jax.Array:
@@ -268,6 +268,50 @@ def make_prefill(model: transformer.Transformer) -> Callable[..., Cache]:
   return prefill
 
 
+def make_draw(
+    model: transformer.Transformer, config: SamplerConfig
+) -> Callable[..., Actions]:
+  """Returns `draw(params, rows, uniforms, hidden, drawn, step)`.
+
+  It draws token `step` of the actions of which `drawn` [R, U] holds the tokens
+  before, from the hidden states [R, width] of what precedes it and the uniforms
+  [R, U] of the turn, and returns `Actions` without the axis U.
+  """
+
+  def draw(params, rows, uniforms, hidden, drawn, step):
+    logits = model.apply({'params': params}, hidden, method='logits')
+    if config.constrained:
+      allowed = continuations(rows.commands, drawn, step, logits.shape[-1])
+      goes_on = rows.active & jnp.any(allowed, axis=-1)
+    else:
+      # Token 0 ends a free action early; nothing follows it.
+      allowed = None
+      previous = jnp.take(drawn, jnp.maximum(step - 1, 0), axis=1)
+      goes_on = rows.active & ((step == 0) | (previous != 0))
+    log_probs, entropy = token_distribution(logits, allowed, config.temperature)
+    token = jnp.where(
+        rows.greedy,
+        jnp.argmax(log_probs, axis=-1),
+        inverse_cdf(log_probs, uniforms[:, step]),
+    ).astype(jnp.int32)
+    log_prob = jnp.take_along_axis(log_probs, token[:, None], axis=-1)[:, 0]
+    drawn_now = Actions(
+        tokens=token,
+        mask=goes_on,
+        log_probs=log_prob,
+        entropies=entropy,
+        allowed=None if allowed is None else pack_bits(allowed),
+    )
+    return jax.tree.map(
+        lambda x: jnp.where(
+            goes_on.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros_like(x)
+        ),
+        drawn_now,
+    )
+
+  return draw
+
+
 def make_act(
     model: transformer.Transformer, config: SamplerConfig
 ) -> Callable[[dict, Rows], tuple[Rows, Actions]]:
@@ -281,39 +325,7 @@ def make_act(
   a scatter per token would cost more than the network does. The last token of
   an action is not fed yet; it leads the next turn's chunk.
   """
-  vocab_size = model.config.vocab_size
-
-  def draw(params, rows, uniforms, hidden, drawn, step):
-    """Draws token `step`; returns it with its mask, log-prob, entropy, set."""
-    logits = model.apply({'params': params}, hidden, method='logits')
-    allowed = None
-    if config.constrained:
-      allowed = continuations(rows.commands, drawn, step, vocab_size)
-      goes_on = rows.active & jnp.any(allowed, axis=-1)
-    else:
-      # Token 0 ends a free action early; nothing follows it.
-      previous = jnp.take(drawn, jnp.maximum(step - 1, 0), axis=1)
-      goes_on = rows.active & ((step == 0) | (previous != 0))
-    log_probs, entropy = token_distribution(logits, allowed, config.temperature)
-    token = jnp.where(
-        rows.greedy,
-        jnp.argmax(log_probs, axis=-1),
-        inverse_cdf(log_probs, uniforms[:, step]),
-    )
-    log_prob = jnp.take_along_axis(log_probs, token[:, None], axis=-1)[:, 0]
-    bits = pack_bits(
-        jnp.ones_like(logits, bool) if allowed is None else allowed
-    )
-    zero_off = lambda x: jnp.where(
-        goes_on.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros_like(x)
-    )
-    return Actions(
-        zero_off(token.astype(jnp.int32)),
-        goes_on,
-        zero_off(log_prob),
-        zero_off(entropy),
-        zero_off(bits),
-    )
+  draw = make_draw(model, config)
 
   def act(params, rows):
     num_rows, chunk = rows.pending.shape
