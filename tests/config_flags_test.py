@@ -231,3 +231,25 @@ def test_as_a_binary(tmp_path):
   assert (status, error) == (2, 'error: 13 updates with this rate diverge.\n')
   _, text, _ = run('--help')
   assert 'learning_rate' in text and 'Step size. (at least 0.0)' in text
+
+
+def test_every_choice_is_itself_and_every_default_can_be_written():
+  flag_values = flags.FlagValues()
+  config_flags.define(configs.TrainConfig, flag_values=flag_values)
+  num_choices = 0
+  for spec in dataclasses.fields(configs.TrainConfig):
+    flag = flag_values[spec.name]
+    flag.parse(flag.serializer.serialize(spec.default))
+    assert flag.value == spec.default
+    for choice in spec.metadata['choices'] or ():
+      flag.parse(str(choice))
+      assert flag.value == choice
+      num_choices += 1
+  assert num_choices > 10
+
+
+@pytest.mark.parametrize('value', ['nan', 'inf', '-inf', '1e999'])
+def test_numbers_are_finite(value, capsys):
+  with pytest.raises(SystemExit):
+    _parse(f'--optimiser.clip={value}')
+  assert 'expected a finite number' in capsys.readouterr().err

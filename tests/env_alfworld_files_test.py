@@ -10,6 +10,7 @@ from environments.alfworld import domain
 from environments.alfworld import game as game_lib
 from environments.alfworld import goals
 from environments.alfworld import household_text
+from environments.alfworld import queries
 import kitchen
 
 
@@ -167,3 +168,13 @@ def test_grammars_that_would_take_for_ever_are_refused():
   deep = '(' * 20000 + ')' * 20000
   _check_broken(json.dumps(kitchen.content(goal=deep)), 'deep')
   _check_broken('[' * 100_000, 'not JSON')
+
+
+@pytest.mark.parametrize('condition, fault', [
+    (' & '.join(f'objecttype(o{i}:object, t{i}:otype)' for i in range(8)),
+     'at most 5 variables'),
+    (' & '.join(['atlocation(a:agent, l:location)'] * 50),
+     'at most 12 predicates')])
+def test_conditions_that_would_take_for_ever_are_refused(condition, fault):
+  with pytest.raises(ValueError, match=fault):
+    queries.read(condition, {})

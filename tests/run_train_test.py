@@ -219,11 +219,33 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
   tiny_runs.finish(_start(tmp_path, save_every=1), stop=2)
   monkeypatch.setattr(
       learner, 'make_policy_loss',
-      lambda config: lambda log_probs, *_: {'loss/x': log_probs * jnp.nan})
+      lambda *_: lambda log_probs, *_: {'loss/x': log_probs * jnp.nan})
   config = tiny_runs.config(tmp_path, save_every=1)
-  with pytest.raises(SystemExit, match='gradient of update 2 is not finite'):
+  with pytest.raises(SystemExit, match='step of update 2 is not finite'):
     _call(*tiny_runs.arguments(config), '--resume')
   assert checkpoint.find(tmp_path / 'run' / 'checkpoints').step == 1
+
+
+def test_a_step_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
+  # A finite gradient and a rate that float32 cannot hold.
+  config = tiny_runs.config(tmp_path, save_every=1, learning_rate=1e300)
+  with pytest.raises(SystemExit, match='step of update 1 is not finite'):
+    _call(*tiny_runs.arguments(config))
+  assert checkpoint.latest_step(tmp_path / 'run' / 'checkpoints') is None
+
+
+def test_checkpoints_without_their_config_are_refused(tmp_path):
+  tiny_runs.finish(_start(tmp_path, save_every=1), stop=2)
+  (tmp_path / 'run' / 'checkpoints' / 'config.json').unlink()
+  with pytest.raises(ValueError, match='no config.json'):
+    _start(tmp_path, resume=True, seed=7)
+
+
+def test_a_run_that_never_began_leaves_its_folder_free(tmp_path, monkeypatch):
+  with monkeypatch.context() as patch, pytest.raises(ValueError):
+    patch.setattr(warm_start, 'load', lambda *_: int('no warm start'))
+    _start(tmp_path, seed=1)
+  _start(tmp_path, seed=2)
 
 
 def test_a_spoilt_warm_start_is_made_again(tmp_path, caplog):
