@@ -68,6 +68,11 @@ class Agent:
 
   def close(self) -> None:
     """Gives everything back; reports the words that had no token."""
+    if self.batched.codec.command_collisions:
+      logging.warning(
+          '%d commands had the tokens of another, and could not be chosen',
+          self.batched.codec.command_collisions,
+      )
     if self.tokenizer.unknown:
       logging.warning(
           '%d words were not in the vocabulary and read as <unk>: %s',

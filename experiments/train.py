@@ -253,10 +253,11 @@ def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
   reference = run.reference if method.loss.kl_coef else None
   credit_fn = jax.jit(method.credit)
   plan_fn = method.plan and jax.jit(method.plan)
-  clock = Clock()
+  codec, clock = agent.batched.codec, Clock()
   clock.lap('time/saving')  # Later, that of the update before.
   while budget_spent(config, run.state) < 1.0:
     environment_seconds = agent.batched.seconds
+    cut = codec.truncated_observations
     state, number = run.state, int(run.state.update) + 1
     branch = []
     if plan_fn is not None:
@@ -302,8 +303,7 @@ def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
         'branch_threshold': float(run.state.branch_threshold),
         'skipped_tasks': skipped,
         'errors': sum(n for status, n in grown.statuses.items() if status > 1),
-        **agent.batched.metrics(),
-        'codec/unknown_words': agent.tokenizer.unknown.total(),
+        'codec/truncated_observations': codec.truncated_observations - cut,
         **clock.laps,
         'time/update': clock.total(),
     }
