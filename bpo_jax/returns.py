@@ -5,15 +5,20 @@ what follows. The rewards of its ancestors are left out; siblings share them, so
 no contrast between siblings sees the difference.
 """
 
+import typing
+from typing import Literal
+
 import chex
 import jax.numpy as jnp
 
+from bpo_jax import checks
 from bpo_jax import masked
 from bpo_jax import tree as tree_lib
 from bpo_jax import types
 from bpo_jax import walks
 
-AGGREGATES = ('leaf_mean', 'split_mean', 'own')
+Aggregate = Literal['leaf_mean', 'split_mean', 'own']
+AGGREGATES = typing.get_args(Aggregate)
 
 
 def path_returns(tree: tree_lib.Tree) -> types.Array:
@@ -49,7 +54,7 @@ def centred_leaf_returns(tree: tree_lib.Tree) -> types.Array:
   return masked.fill(contrast, leaf)
 
 
-def node_values(tree: tree_lib.Tree, aggregate: str = 'leaf_mean',
+def node_values(tree: tree_lib.Tree, aggregate: Aggregate = 'leaf_mean',
                 discount: float = 1.0) -> types.Array:
   """Returns the value of every node, its reward-to-go.
 
@@ -75,7 +80,7 @@ def node_values(tree: tree_lib.Tree, aggregate: str = 'leaf_mean',
   return _aggregate(tree, rewards, aggregate, discount)
 
 
-def centred_values(tree: tree_lib.Tree, aggregate: str) -> types.Array:
+def centred_values(tree: tree_lib.Tree, aggregate: Aggregate) -> types.Array:
   """Returns the mean return of the paths through a node, centred.
 
   Like `node_values`, but of whole paths and less the return of the tree's first
@@ -131,14 +136,12 @@ def _aggregate(tree, values, aggregate, discount):
 
 def _votes(tree, aggregate):
   """Returns what every node counts among its siblings, [B, N] float32."""
+  checks.one_of('aggregate', aggregate, Aggregate)
   if aggregate == 'leaf_mean':
     return tree_lib.num_leaves(tree).astype(jnp.float32)
   if aggregate == 'split_mean':
     return jnp.asarray(tree.node_mask, jnp.float32)
-  if aggregate == 'own':
-    return tree_lib.is_first_child(tree).astype(jnp.float32)
-  raise ValueError(f'aggregate: expected one of {", ".join(AGGREGATES)}; '
-                   f'got {aggregate!r}')
+  return tree_lib.is_first_child(tree).astype(jnp.float32)
 
 
 def _path_returns(tree):

@@ -36,11 +36,13 @@ class BranchPlan:
     node: index of the node to fork in; -1 for an unused slot.
     offset: a fork keeps the node's tokens below it; 0 forks before the node.
     count: number of forks; 0 for an unused slot.
+    unspent: forks that the policy's budget allowed and the plan leaves out.
   """
 
   node: chex.Array  # [B, M] int32
   offset: chex.Array  # [B, M] int32
   count: chex.Array  # [B, M] int32
+  unspent: chex.Array | None = None  # [B] int32
 
 
 class Environment(Protocol):

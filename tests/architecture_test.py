@@ -22,7 +22,7 @@ _TESTS = sorted(
 # The core, lowest first: a module may reach those before it and nothing else of
 # bpo_jax, by whatever way round. The rest of bpo_jax stands on the core.
 _CORE = (
-    'types', 'masked', 'walks', 'tree', 'siblings', 'returns', 'advantages',
+    'types', 'checks', 'masked', 'walks', 'tree', 'siblings', 'returns', 'advantages',
     'branching', 'objectives',
 )
 # A tool -> the only places that may touch it, as prefixes.
@@ -157,8 +157,9 @@ def _order_faults(graph: dict[str, set[str]]) -> list[str]:
   faults = [f'{m} imports itself' for m in graph if m in _reachable(graph, m)]
   for place, name in enumerate(_CORE):
     module = f'bpo_jax.{name}'
-    below = {f'bpo_jax.{lower}' for lower in _CORE[:place]}
-    above = _reachable(graph, module) - below if module in graph else ()
+    below = [f'bpo_jax.{lower}' for lower in _CORE[:place + 1]]
+    above = _reachable(graph, module) if module in graph else ()
+    above = [m for m in above if not any(_is_within(m, b) for b in below)]
     faults += [f'{module} reaches {other}' for other in sorted(above)]
   return faults
 

@@ -17,7 +17,7 @@ _SEEDS = range(10)
 
 @functools.cache
 def _jitted(policy):
-  arrays = ('tree', 'key', 'threshold', 'open_mask')
+  arrays = ('tree', 'key', 'threshold', 'open_mask', 'birth')
   return jax.jit(policy, static_argnames=[
       name for name in inspect.signature(policy).parameters
       if name not in arrays])
@@ -45,7 +45,7 @@ def test_top_entropy(seed, statistic, min_spacing, backbones_only):
   tree = builders.random_trees(seed)
   plan = _top(builders.poison(tree), num_branch_points=3, num_forks=2,
               min_spacing=min_spacing, statistic=statistic,
-              backbones_only=backbones_only)
+              birth=0 if backbones_only else None)
   for b, root in enumerate(oracles.roots(tree)):
     ranked = sorted(oracles.decisions(root, backbones_only), key=lambda d: (
         -oracles.action_entropy(d[0], d[1], statistic)))

@@ -1,108 +1,28 @@
-"""Credit estimators: a tree in, advantages and weights per token out.
+"""Credit among siblings: BPO as published, and its unbiased relative."""
 
-All of them contrast returns of whole paths (`returns.centred_values`), so what
-was received before a branch cancels. A leaf that is not terminal counts with
-what it received so far. Nothing here carries a gradient.
-
-Which tokens share an advantage. A sibling group is two nodes or more of one
-parent. A token takes the advantage of its nearest group member on the way up,
-its own node included: sibling k's advantage holds for the whole of its
-continuation, until a later branch point refines it. A node outside every group
-lies on the prefix, before the first branch point.
-
-Which weights. Two readings of a tree that holds every token once:
-* 'uniform': every token weighs 1. The K continuations of one state together
-  weigh K times what led there, so the expected step is not the policy gradient.
-* 'split': a child carries 1 / (number of children) of its parent's weight, the
-  root's being 1, so that all leaves together weigh 1: the policy gradient.
-"""
+from typing import Literal
 
 import chex
 import jax
 import jax.numpy as jnp
 
+from bpo_jax import checks
 from bpo_jax import masked
 from bpo_jax import returns
 from bpo_jax import siblings
 from bpo_jax import tree as tree_lib
 from bpo_jax import types
 from bpo_jax import walks
+from bpo_jax.advantages import common
 
-PREFIX_CREDITS = ('none', 'nearest', 'mean', 'sum', 'all_rows')
-NODE_WEIGHTINGS = ('uniform', 'split')
-INCUMBENTS = ('keep', 'drop')
-PATH_WEIGHTINGS = ('token', 'sequence')
-SCALES = ('std', 'none')
-
-
-def rloo(tree: tree_lib.Tree, *, path_weighting: str = 'token'
-         ) -> types.Credit:
-  """REINFORCE with the leave-one-out mean of the tree's other leaves.
-
-  A_i = R_i - 1 / (G - 1) sum_{j != i} R_j over the G leaves of a tree; a tree
-  of one leaf gets 0. Unbiased where the tree branches at its root alone; leaves
-  that share a prefix are no independent baselines of each other.
-
-  Args:
-    tree: [B, N, T].
-    path_weighting: 'token', every token of a path weighs 1, or 'sequence', it
-      weighs 1 / (number of action tokens of the path).
-
-  Returns:
-    Credit; a token shared by several paths gets the sum of their weights and
-    the weighted mean of their advantages, the gradient of training on each.
-
-  Raises:
-    ValueError: if an option is unknown.
-
-  References:
-    Ahmadian et al. 2024, Back to Basics, equation 8 (arXiv 2402.14740).
-  """
-  values, leaf = returns.centred_leaf_returns(tree), tree_lib.is_leaf(tree)
-  count = masked.count(leaf, axis=-1, keepdims=True)
-  others = masked.sum(values, leaf, axis=-1, keepdims=True) - values
-  advantages = values - others / jnp.maximum(count - 1, 1)
-  return _path_credit(tree, masked.fill(advantages, leaf & (count > 1)),
-                      path_weighting)
-
-
-def grpo(tree: tree_lib.Tree, *, scale: str = 'std', epsilon: float = 1e-6,
-         path_weighting: str = 'token') -> types.Credit:
-  """Group-relative advantages over the leaves of a tree.
-
-  A_i = (R_i - mean(R)) / (std(R) + epsilon), std with G - 1 in its denominator.
-  A tree of one leaf or of equal returns gets 0; its tokens keep their weights,
-  so they count in the denominator of the loss and in the KL term.
-
-  Args:
-    tree: [B, N, T].
-    scale: 'std', or 'none' for the advantages of Dr. GRPO.
-    epsilon: added to the standard deviation; reward units.
-    path_weighting: as in `rloo`; 'sequence' is the paper's 1 / |o_i|.
-
-  Returns:
-    Credit; shared tokens as in `rloo`.
-
-  Raises:
-    ValueError: if an option is unknown.
-
-  References:
-    Shao et al. 2024, DeepSeekMath, section 4.1 (arXiv 2402.03300).
-    Liu et al. 2025, Understanding R1-Zero-Like Training (arXiv 2503.20783).
-  """
-  _check('scale', scale, SCALES)
-  values, leaf = returns.centred_leaf_returns(tree), tree_lib.is_leaf(tree)
-  advantages = values - masked.mean(values, leaf, axis=-1, keepdims=True)
-  if scale == 'std':
-    spread = masked.std(values, leaf, axis=-1, keepdims=True, ddof=1)
-    advantages = advantages / (spread + epsilon)
-  return _path_credit(tree, masked.fill(advantages, leaf), path_weighting)
+PrefixCredit = Literal['none', 'nearest', 'mean', 'sum', 'all_rows']
 
 
 def bpo(tree: tree_lib.Tree, *, lambda_: float = 0.95,
-        prefix_credit: str = 'nearest', root_group: bool = True,
-        node_weighting: str = 'uniform', node_values: str = 'own',
-        incumbent: str = 'keep') -> types.Credit:
+        prefix_credit: PrefixCredit = 'nearest', root_group: bool = True,
+        node_weighting: common.NodeWeighting = 'uniform',
+        node_values: returns.Aggregate = 'own',
+        incumbent: common.Incumbent = 'keep') -> types.Credit:
   """Branching Policy Optimization: leave-one-out among siblings.
 
   A(s_t, a_k) = G_k - 1 / (K - 1) sum_{j != k} G_j, held by the whole of sibling
@@ -141,7 +61,7 @@ def bpo(tree: tree_lib.Tree, *, lambda_: float = 0.95,
   References:
     Branching Policy Optimization, theorems 4.1 and 4.3 (arXiv 2607.14171).
   """
-  _check('prefix_credit', prefix_credit, PREFIX_CREDITS)
+  checks.one_of('prefix_credit', prefix_credit, PrefixCredit)
   values = returns.centred_values(tree, node_values)
   member = tree_lib.in_group(tree)
   if not root_group:
@@ -149,16 +69,17 @@ def bpo(tree: tree_lib.Tree, *, lambda_: float = 0.95,
   local = siblings.leave_one_out_advantage(values, tree.parents, member)
   owner = walks.nearest_above(member, tree.parents)
   weights = _weights(tree, node_weighting, incumbent, owner)
-  advantages = _tokens(tree, _take(local, owner))
+  advantages = common.per_token(tree, common.take(local, owner))
   if prefix_credit not in ('none', 'all_rows'):
     prefix = _prefix_advantages(tree, local, member, lambda_, prefix_credit)
     advantages = jnp.where(owner[..., None] < 0, prefix, advantages)
-  return _credit(tree, advantages, weights)
+  return common.credit(tree, advantages, weights)
 
 
 def bpo_rb(tree: tree_lib.Tree, *, rho: float | chex.Array = 0.5,
-           node_weighting: str = 'split', node_values: str = 'split_mean',
-           incumbent: str = 'keep') -> types.Credit:
+           node_weighting: common.NodeWeighting = 'split',
+           node_values: returns.Aggregate = 'split_mean',
+           incumbent: common.Incumbent = 'keep') -> types.Credit:
   """Rao-Blackwellised BPO: means below, shrunk baselines, split weights.
 
   A(n) = V(n) - b(k), k the nearest group member at or above n, and
@@ -195,68 +116,19 @@ def bpo_rb(tree: tree_lib.Tree, *, rho: float | chex.Array = 0.5,
   rho = _rho_per_node(rho, member, tree.parents)
   baseline = _shrunk_baseline(values - local, rho, member, tree.parents)
   owner = walks.nearest_above(member, tree.parents)
-  advantages = _take(values - baseline, owner)
+  advantages = common.take(values - baseline, owner)
   weights = _weights(tree, node_weighting, incumbent, owner)
-  return _credit(tree, _tokens(tree, advantages), weights)
-
-
-def _check(name, value, allowed):
-  if value not in allowed:
-    raise ValueError(
-        f'{name}: expected one of {", ".join(allowed)}; got {value!r}')
-
-
-def _take(values, index):
-  """Returns values at node indices [B, N], 0 where the index is -1."""
-  taken = jnp.take_along_axis(values, jnp.maximum(index, 0), axis=-1)
-  return masked.fill(taken, index >= 0)
-
-
-def _tokens(tree, per_node):
-  """Spreads [B, N] over the tokens of each node, [B, N, T]."""
-  return jnp.broadcast_to(per_node[..., None], tree.action_mask.shape)
-
-
-def _credit(tree, advantages, weights):
-  mask = jnp.asarray(tree.action_mask)
-  fields = (masked.fill(x.astype(jnp.float32), mask & (weights != 0))
-            for x in (advantages, weights))
-  return types.Credit(*map(jax.lax.stop_gradient, fields))
-
-
-def _path_credit(tree, advantages, path_weighting):
-  """Returns the credit of training on every leaf's path; advantages [B, N]."""
-  _check('path_weighting', path_weighting, PATH_WEIGHTINGS)
-  leaf = tree_lib.is_leaf(tree)
-  weights = leaf.astype(jnp.float32)
-  if path_weighting == 'sequence':
-    actions = jnp.sum(tree.action_mask, axis=-1, dtype=jnp.int32)
-    length = walks.sum_above(actions, tree.parents)
-    weights = weights / jnp.maximum(length, 1)
-  total, weighted = (walks.sum_below(x, tree.parents)
-                     for x in (weights, weights * advantages))
-  mean = masked.divide(weighted, total)
-  return _credit(tree, _tokens(tree, mean), _tokens(tree, total))
+  return common.credit(tree, common.per_token(tree, advantages), weights)
 
 
 def _weights(tree, node_weighting, incumbent, owner):
   """Returns what every token weighs, [B, N, T]."""
-  _check('node_weighting', node_weighting, NODE_WEIGHTINGS)
-  _check('incumbent', incumbent, INCUMBENTS)
-  weights = tree.node_mask.astype(jnp.float32)
-  if node_weighting == 'split':
-    count = siblings.count(tree.parents, tree.node_mask)
-    weights = walks.accumulate_down(
-        jnp.multiply, weights / jnp.maximum(count, 1), tree.parents)
+  checks.one_of('incumbent', incumbent, common.Incumbent)
+  weights = common.node_weights(tree, node_weighting)
   if incumbent == 'drop':
-    weights = masked.fill(weights, ~_take(_is_incumbent(tree), owner))
-  return _tokens(tree, weights)
-
-
-def _is_incumbent(tree):
-  """Returns [B, N] bool, True for a node older than the newest sibling."""
-  newest = walks.max_of_children(tree.birth, tree.parents, tree.node_mask)
-  return tree.birth < walks.at_parent(newest, tree.parents, -1)
+    dropped = common.take(common.is_incumbent(tree), owner)
+    weights = masked.fill(weights, ~dropped)
+  return common.per_token(tree, weights)
 
 
 def _prefix_advantages(tree, local, member, lambda_, combine):
@@ -297,7 +169,7 @@ def _carry_back(tree, values, decays):
   """Returns C(n) = values(f) + decays(f) C(f), f the first child of n."""
   first = tree_lib.is_first_child(tree).astype(jnp.float32)
   carried = returns.backup(values, first, tree.parents, decays)
-  return _take(carried, tree_lib.first_child(tree))
+  return common.take(carried, tree_lib.first_child(tree))
 
 
 def _rho_per_node(rho, member, parents):

@@ -1,0 +1,36 @@
+"""Credit estimators: a tree in, advantages and weights per token out.
+
+All of them contrast returns of whole paths (`returns.centred_values`), so what
+was received before a branch cancels. A leaf that is not terminal counts with
+what it received so far. Nothing here carries a gradient.
+
+Which tokens share an advantage. A sibling group is two nodes or more of one
+parent. A token takes the advantage of its nearest group member on the way up,
+its own node included: sibling k's advantage holds for the whole of its
+continuation, until a later branch point refines it. A node outside every group
+lies on the prefix, before the first branch point.
+
+Which weights. Two readings of a tree that holds every token once:
+* 'uniform': every token weighs 1. The K continuations of one state together
+  weigh K times what led there, so the expected step is not the policy gradient.
+* 'split': a child carries 1 / (number of children) of its parent's weight, the
+  root's being 1, so that all leaves together weigh 1: the policy gradient.
+"""
+
+import typing
+
+from bpo_jax.advantages.branch_relative import bpo
+from bpo_jax.advantages.branch_relative import bpo_rb
+from bpo_jax.advantages.branch_relative import PrefixCredit
+from bpo_jax.advantages.common import Incumbent
+from bpo_jax.advantages.common import NodeWeighting
+from bpo_jax.advantages.common import PathWeighting
+from bpo_jax.advantages.group_relative import grpo
+from bpo_jax.advantages.group_relative import rloo
+from bpo_jax.advantages.group_relative import Scale
+
+PREFIX_CREDITS = typing.get_args(PrefixCredit)
+NODE_WEIGHTINGS = typing.get_args(NodeWeighting)
+INCUMBENTS = typing.get_args(Incumbent)
+PATH_WEIGHTINGS = typing.get_args(PathWeighting)
+SCALES = typing.get_args(Scale)

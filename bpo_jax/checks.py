@@ -1,0 +1,37 @@
+"""What callers get told when an argument is wrong.
+
+Every message says what was expected, what came, and for a misspelt name the
+names that are near.
+"""
+
+from collections.abc import Sequence
+import difflib
+import typing
+from typing import Any
+
+
+def one_of(name: str, value: Any, allowed: Any) -> None:
+  """Raises ValueError unless `value` is one of a Literal's or a sequence's."""
+  allowed = typing.get_args(allowed) or tuple(allowed)
+  if value not in allowed:
+    raise ValueError(unknown(name, value, allowed))
+
+
+def at_least(name: str, value: Any, low: float, why: str = '') -> None:
+  """Raises ValueError unless the host number `value` is at least `low`."""
+  if not value >= low:
+    raise ValueError(f'{name}: expected at least {low}{why}, got {value}')
+
+
+def given(name: str, value: Any, algorithm: str, how: str) -> None:
+  """Raises ValueError if what an algorithm cannot do without is None."""
+  if value is None:
+    raise ValueError(f'{algorithm} needs {name}: expected {how}, got None')
+
+
+def unknown(name: str, value: Any, allowed: Sequence[str]) -> str:
+  """Returns the message for a name that is none of `allowed`."""
+  near = difflib.get_close_matches(str(value), allowed, n=3)
+  meant = f'; did you mean {" or ".join(near)}?' if near else ''
+  return (f'{name}: expected one of {", ".join(map(str, allowed))}; '
+          f'got {value!r}{meant}')

@@ -1,0 +1,212 @@
+"""The contract of every credit estimator.
+
+A new estimator is one row in a table of `estimator_cases.Case`: the function,
+its options and its recursive float64 oracle.
+"""
+
+import functools
+
+import builders
+import estimator_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+from bpo_jax import tree as tree_lib
+
+_CASES = {**estimator_cases.CASES}
+
+
+@pytest.fixture(params=_CASES)
+def case(request):
+  return _CASES[request.param]
+
+
+@functools.cache
+def _jitted(estimator, options):
+  return jax.jit(functools.partial(estimator, **dict(options)))
+
+
+def _run(case, tree, arrays):
+  """Returns the estimator's credit, on the host."""
+  options = tuple((k, _hashable(v)) for k, v in case.options.items())
+  return jax.device_get(_jitted(case.estimator, options)(tree, **arrays))
+
+
+def _hashable(value):
+  return tuple(value.tolist()) if isinstance(value, np.ndarray) else value
+
+
+def _arrays(case, tree, seed):
+  """Returns random arrays of what the case reads beside the tree."""
+  rng = np.random.default_rng(seed)
+  shape = {'token': np.shape(tree.tokens), 'node': np.shape(tree.parents)}
+  return {name: rng.normal(size=shape[kind]).astype(np.float32)
+          for name, kind in case.arrays.items()}
+
+
+def _map(case, arrays, per_token, per_node):
+  """Applies one function to arrays per token, another to those per node."""
+  change = {'token': per_token, 'node': per_node}
+  return {name: change[case.arrays[name]](x) for name, x in arrays.items()}
+
+
+def _equal(got, expected, **kwargs):
+  """Compares credits, or a credit with [2, B, N, T]."""
+  if not isinstance(expected, np.ndarray):
+    expected = np.stack([expected.advantages, expected.weights])
+  np.testing.assert_allclose(
+      np.stack([got.advantages, got.weights]), expected, **kwargs)
+
+
+@pytest.mark.parametrize('seed', range(10))
+def test_equals_the_oracle(case, seed):
+  tree = builders.random_trees(seed)
+  arrays = _arrays(case, tree, seed)
+  _equal(_run(case, tree, arrays), case.oracle(tree, **case.options, **arrays),
+         rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_poison_changes_nothing(case, seed):
+  tree = builders.random_trees(seed)
+  arrays = _arrays(case, tree, seed)
+  expected = _run(case, tree, arrays)
+  poisoned = _run(case, builders.poison(tree), _map(
+      case, arrays,
+      lambda x: np.where(tree.action_mask, x, np.float32(np.nan)),
+      lambda x: np.where(tree.node_mask, x, np.float32(np.nan))))
+  _equal(poisoned, expected, rtol=0)
+  off = ~tree.action_mask
+  assert (np.asarray(poisoned.advantages)[off] == 0).all()
+  assert (np.asarray(poisoned.weights)[off] == 0).all()
+
+
+def test_jit_changes_nothing(case):
+  tree = builders.random_trees(0)
+  arrays = _arrays(case, tree, 0)
+  _equal(_run(case, tree, arrays),
+         case.estimator(tree, **case.options, **arrays), rtol=1e-5, atol=1e-6)
+
+
+def test_vmap_changes_nothing(case):
+  tree = builders.random_trees(2)
+  arrays = _arrays(case, tree, 2)
+  double = lambda x: np.stack([x, x])
+  both = jax.vmap(functools.partial(case.estimator, **case.options))(
+      jax.tree.map(double, tree), **jax.tree.map(double, arrays))
+  _equal(jax.tree.map(lambda x: x[1], both), _run(case, tree, arrays),
+         rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_padding_changes_nothing(case, seed):
+  tree = builders.random_trees(seed)
+  arrays = _arrays(case, tree, seed)
+  b, n, t = tree.tokens.shape
+  grown = [(0, 2), (0, 5), (0, 3)]
+  padded = _run(case, builders.pad(tree, 2, 5, 3), _map(
+      case, arrays, lambda x: np.pad(x, grown), lambda x: np.pad(x, grown[:2])))
+  inner = jax.tree.map(lambda x: x[:b, :n, :t], padded)
+  # Sums over leaves may be taken in another order.
+  _equal(inner, _run(case, tree, arrays), rtol=1e-5, atol=1e-6)
+  for total, part in zip(jax.tree.leaves(padded), jax.tree.leaves(inner)):
+    assert np.abs(total).sum() == pytest.approx(float(np.abs(part).sum()))
+
+
+def test_trees_are_independent(case):
+  if not case.independent:
+    pytest.skip('scales by a statistic of the batch, as its paper has it')
+  tree = builders.random_trees(4)
+  arrays = _arrays(case, tree, 4)
+  order = np.array([2, 0, 2])
+  part = _run(case, builders.take(tree, order),
+              {name: x[order] for name, x in arrays.items()})
+  expected = jax.tree.map(lambda x: x[order], _run(case, tree, arrays))
+  _equal(part, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_permuted_siblings_permute_results(case, seed):
+  tree = builders.random_trees(seed)
+  arrays = _arrays(case, tree, seed)
+  permuted, order = builders.permute_nodes(tree, seed)
+  permuted.validate()
+  move = lambda x: np.take_along_axis(
+      x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1)
+  expected = jax.tree.map(move, _run(case, tree, arrays))
+  got = _run(case, permuted, _map(case, arrays, move, move))
+  _equal(got, expected, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_equal_returns_give_exactly_zero(case, seed):
+  if not case.contrast:
+    pytest.skip('compares returns with something else than each other')
+  tree = builders.random_trees(seed)
+  leaf = np.asarray(tree_lib.is_leaf(tree))
+  tree = tree.replace(rewards=np.where(leaf, np.float32(0.3), 0))
+  credit = _run(case, tree, _arrays(case, tree, seed))
+  assert (credit.advantages == 0).all()
+
+
+def test_one_path_gives_exactly_zero(case):
+  if not case.contrast:
+    pytest.skip('compares returns with something else than each other')
+  tree = builders.chains([[0.7]], num_trees=3, num_nodes=28, num_tokens=8)
+  credit = _run(case, tree, _arrays(case, tree, 0))
+  assert (credit.advantages == 0).all()
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_a_large_common_return_costs_no_digits(case, seed):
+  if not case.contrast:
+    pytest.skip('compares returns with something else than each other')
+  tree = builders.random_trees(seed, offset=1e4)
+  arrays = _arrays(case, tree, seed)
+  expected = case.oracle(tree, **case.options, **arrays)[0]
+  scale = max(np.abs(expected).max(), 1e-3)
+  np.testing.assert_allclose(
+      _run(case, tree, arrays).advantages, expected, rtol=1e-6,
+      atol=2e-6 * scale)
+
+
+def test_no_gradient_leaks(case):
+  tree = builders.random_trees(1)
+  arrays = _arrays(case, tree, 1)
+
+  def loss(rewards, entropies, log_probs, arrays):
+    credit = case.estimator(
+        tree.replace(rewards=rewards, entropies=entropies,
+                     behaviour_log_probs=log_probs), **case.options, **arrays)
+    return jnp.sum(credit.advantages ** 2) + jnp.sum(credit.weights)
+  gradients = jax.grad(loss, argnums=(0, 1, 2, 3))(
+      tree.rewards, tree.entropies, tree.behaviour_log_probs, arrays)
+  for gradient in jax.tree.leaves(gradients):
+    assert (np.asarray(gradient) == 0).all()
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_weights_sum_as_stated(case, seed):
+  if case.path_weights is None:
+    pytest.skip('weights that the oracle alone states')
+  tree = builders.random_trees(seed)
+  tree = tree.replace(
+      action_mask=tree.token_mask,
+      behaviour_log_probs=np.where(tree.token_mask, -0.5, 0).astype('f'))
+  weights = _run(case, tree, _arrays(case, tree, seed)).weights
+  for b, root in enumerate(oracles.roots(tree)):
+    lengths = [sum(sum(n.mask) for n in leaf.path) for leaf in root.leaves]
+    if case.path_weights == 'split':
+      # Every token of a leaf weighs what the leaf does; they share 1.
+      leaves = {leaf.index: leaf for leaf in root.leaves if leaf.length}
+      for n, leaf in leaves.items():
+        np.testing.assert_allclose(
+            weights[b, n, :leaf.length], oracles.split_weight(leaf), rtol=1e-6)
+    else:
+      total = {'token': sum(lengths),
+               'sequence': sum(length > 0 for length in lengths)}
+      np.testing.assert_allclose(
+          weights[b].sum(), total[case.path_weights], rtol=1e-5)
