@@ -8,6 +8,8 @@ import functools
 
 import builders
 import estimator_cases
+import estimator_cases_steps
+import estimator_cases_systems
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,8 @@ import pytest
 
 from bpo_jax import tree as tree_lib
 
-_CASES = {**estimator_cases.CASES}
+_CASES = {**estimator_cases.CASES, **estimator_cases_steps.CASES,
+          **estimator_cases_systems.CASES}
 
 
 @pytest.fixture(params=_CASES)

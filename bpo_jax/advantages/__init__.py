@@ -25,9 +25,31 @@ from bpo_jax.advantages.branch_relative import PrefixCredit
 from bpo_jax.advantages.common import Incumbent
 from bpo_jax.advantages.common import NodeWeighting
 from bpo_jax.advantages.common import PathWeighting
+from bpo_jax.advantages.contrast import appo
+from bpo_jax.advantages.contrast import arpo_hard
+from bpo_jax.advantages.contrast import arpo_soft
+from bpo_jax.advantages.contrast import branpo
+from bpo_jax.advantages.contrast import cbpo
+from bpo_jax.advantages.contrast import gcpo
+from bpo_jax.advantages.critic import lambda_returns
+from bpo_jax.advantages.critic import ppo_gae
+from bpo_jax.advantages.critic import tree_gae
+from bpo_jax.advantages.critic import vineppo
+from bpo_jax.advantages.group_relative import dr_grpo
 from bpo_jax.advantages.group_relative import grpo
 from bpo_jax.advantages.group_relative import rloo
 from bpo_jax.advantages.group_relative import Scale
+from bpo_jax.advantages.group_relative import ZeroVariance
+from bpo_jax.advantages.search import selection_slope
+from bpo_jax.advantages.search import sipo
+from bpo_jax.advantages.search import spo_tree
+from bpo_jax.advantages.search import tree_grpo
+from bpo_jax.advantages.search import treerl
+from bpo_jax.advantages.search import Unit
+from bpo_jax.advantages.steps import Episode
+from bpo_jax.advantages.steps import gigpo
+from bpo_jax.advantages.steps import iapo
+from bpo_jax.advantages.steps import istar
 
 PREFIX_CREDITS = typing.get_args(PrefixCredit)
 NODE_WEIGHTINGS = typing.get_args(NodeWeighting)

@@ -167,9 +167,9 @@ def _decay_of_one(starts, powers):
 
 def _carry_back(tree, values, decays):
   """Returns C(n) = values(f) + decays(f) C(f), f the first child of n."""
-  first = tree_lib.is_first_child(tree).astype(jnp.float32)
-  carried = returns.backup(values, first, tree.parents, decays)
-  return common.take(carried, tree_lib.first_child(tree))
+  first = tree_lib.first_child(tree)
+  carried, _ = walks.accumulate_back(_compose, (values, decays), first)
+  return common.take(carried, first)
 
 
 def _rho_per_node(rho, member, parents):

@@ -1,0 +1,69 @@
+"""Rows of the estimator contract: the branching systems."""
+
+import estimator_cases
+import jax.numpy as jnp
+import numpy as np
+import oracles_systems as oracles
+
+from bpo_jax import advantages
+from bpo_jax import tree as tree_lib
+
+_Case = estimator_cases.Case
+_NEVER = -1e9  # A return that every rollout reaches.
+
+
+def _gcpo(tree, golden, **options):
+  """gcpo with the leaf of the largest score for a golden path, if above 0."""
+  scores = jnp.where(tree_lib.is_leaf(tree), golden, -jnp.inf)
+  best = jnp.max(scores, axis=-1, keepdims=True)
+  marked = (scores == best) & (best > 0)
+  return advantages.gcpo(tree, golden=marked, **options)
+
+
+def _gcpo_oracle(tree, golden, **options):
+  return oracles.gcpo(tree, oracles.golden_leaf(tree, golden), **options)
+
+
+CASES = {
+    'cbpo': _Case(advantages.cbpo, oracles.cbpo, independent=False),
+    'cbpo-token': _Case(
+        advantages.cbpo, oracles.cbpo,
+        dict(path_weighting='token', cbv_clip=0.9, cbv_scale=0.7),
+        independent=False),
+    'appo': _Case(advantages.appo, oracles.appo),
+    'arpo_soft': _Case(
+        advantages.arpo_soft, oracles.arpo_soft, path_weights='token'),
+    'arpo_hard': _Case(advantages.arpo_hard, oracles.arpo_hard),
+    'branpo': _Case(advantages.branpo, oracles.branpo),
+    'branpo-low': _Case(
+        advantages.branpo, oracles.branpo, dict(success_threshold=0.0)),
+    'gcpo': _Case(_gcpo, _gcpo_oracle, arrays=dict(golden='node'),
+                  contrast=False),
+    'gcpo-fail': _Case(
+        _gcpo, _gcpo_oracle, dict(success_threshold=-_NEVER),
+        arrays=dict(golden='node'), contrast=False),
+    'gcpo-succeed': _Case(
+        _gcpo, _gcpo_oracle, dict(success_threshold=_NEVER),
+        arrays=dict(golden='node')),
+    'tree_grpo': _Case(
+        advantages.tree_grpo, oracles.tree_grpo, path_weights='token'),
+    'tree_grpo-sequence': _Case(
+        advantages.tree_grpo, oracles.tree_grpo,
+        dict(path_weighting='sequence'), path_weights='sequence'),
+    'treerl': _Case(advantages.treerl, oracles.treerl, path_weights='token'),
+    'treerl-sequence': _Case(
+        advantages.treerl, oracles.treerl, dict(path_weighting='sequence'),
+        path_weights='sequence'),
+    'spo_tree': _Case(advantages.spo_tree, oracles.spo_tree),
+    'spo_tree-split': _Case(
+        advantages.spo_tree, oracles.spo_tree,
+        dict(max_probability=1.0, node_weighting='split',
+             node_values='leaf_mean'), path_weights='split'),
+    'sipo': _Case(advantages.sipo, oracles.sipo),
+    'sipo-corrected': _Case(
+        advantages.sipo, oracles.sipo, dict(a2=0.7, w=0.5), contrast=False),
+    'sipo-actions': _Case(
+        advantages.sipo, oracles.sipo,
+        dict(a2=np.float32(-1.5), unit='action', node_values='leaf_mean',
+             node_weighting='split'), contrast=False, path_weights='split'),
+}
