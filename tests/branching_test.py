@@ -163,3 +163,177 @@ def test_threshold_per_tree():
 def test_an_unknown_statistic_is_an_error():
   with pytest.raises(ValueError, match="first_token, action; got 'token'"):
     branching.top_entropy(_backbone([1.0]), statistic='token')
+
+
+def _plan(policy, tree, b=0, **kwargs):
+  """Returns (node, offset, count) of the used slots, and what is unspent."""
+  plan = jax.device_get(policy(tree, **kwargs))
+  counts = plan.count[b][plan.node[b] >= 0].tolist()
+  return ([(*slot, count) for slot, count in zip(_slots(plan, b), counts)],
+          int(plan.unspent[b]))
+
+
+def test_equal_distances_by_hand():
+  # Decisions at 1, 5, 9, 13, 17, the end at 21; thirds of 20 are 6.7 and 13.3.
+  tree = _backbone([.0] * 5)
+  assert _plan(branching.equally_spaced, tree, num_branch_points=2,
+               num_forks=1) == ([(3, 0, 1), (4, 0, 1)], 0)
+
+
+def test_oracle_value_gap_by_hand():
+  # Values before the three actions 0.5, 0.6, 0.2; then the reward of 1.
+  builder = tree_lib.TreeBuilder()
+  node = builder.add(-1, [0])
+  for reward in (0.0, 0.0, 1.0):
+    node = builders.add_action(builder, node, reward=reward)
+  values = np.float32([[.5, .6, .2, 0, 0, 0, 0, 0]])
+  slots, _ = _plan(branching.oracle_value_gap, tree_lib.stack([builder]),
+                   values=values, num_branch_points=3, min_spacing=0)
+  assert [node for node, *_ in slots] == [3, 2, 1]
+
+
+def _by_token(entropies, log_probs=None, num_backbones=1):
+  """Returns trajectories of one action of one token after the other."""
+  builder = tree_lib.TreeBuilder()
+  root = builder.add(-1, [0])
+  for _ in range(num_backbones):
+    node = root
+    for i, entropy in enumerate(entropies):
+      log_prob = -1.0 if log_probs is None else log_probs[i]
+      node = builder.add(node, [0], [True], [log_prob], [entropy])
+  return tree_lib.stack([builder])
+
+
+def test_cbpo_by_hand():
+  # Windows of two, over log 10: 0.1 before token 0, and 0.35, 0.6, 0.1 before
+  # 2, 4 and 6. So P_raw = 0.2 + 2 (H - 0.1) = 0.7, 1 and 0.2.
+  unit = np.log(10)
+  entropies = np.array([.1, .1, .3, .4, .5, .7, .1, .1]) * unit
+  cbpo = functools.partial(
+      branching.cbpo_allocation, boundary_interval=2, entropy_window=2,
+      vocab_size=10)
+  slots, unspent = _plan(cbpo, _by_token(entropies), num_rollouts=7)
+  # At token 4: 1, then 0.757 (L = l = 1), above 0.609 at token 2 (L = 1), then
+  # 0.644 (L = l = 2) above 0.562; node 4 is full, so that token 2 gets the
+  # fourth, 0.530. The trajectory is full; the last two are fresh rollouts.
+  assert slots == [(5, 0, 3), (3, 0, 1), (1, 0, 2)]
+  assert unspent == 0
+
+
+def test_appo_forks_after_the_token():
+  tree = _by_token([.1, .9, .1, .8, .1])
+  assert _plan(branching.appo_score, tree, num_branch_points=4) == (
+      [(3, 0, 1), (5, 0, 1)], 2)
+
+
+def test_appo_weighs_by_what_the_future_gained():
+  tree = _by_token([.9, .1, .1, .9, .1], [-1.0] * 5)
+  current = np.asarray(tree.behaviour_log_probs).copy()
+  current[0, 4] += 0.1  # The fourth token, so that Omega falls after it.
+  current[0, 1] -= 0.1  # The first one, so that Omega is lower there.
+  slots, _ = _plan(branching.appo_score, tree, current_log_probs=current)
+  assert slots == [(5, 0, 1)]
+
+
+def test_arpo_asks_after_observations_alone():
+  tree = _by_token([.5] * 4)
+  slots, unspent = _plan(
+      branching.arpo_after_tool, tree, num_rollouts=9, fork_threshold=1.0,
+      key=jax.random.key(0))
+  # Before each action but the first, in turn; then five fresh rollouts.
+  assert slots == [(2, 0, 1), (3, 0, 1), (4, 0, 1), (1, 0, 5)]
+  assert unspent == 0
+
+
+def test_trace_by_hand():
+  # A success that was predicted with 0.5, 0.9 and 0.2: one more rollout from
+  # the root adds 0.5, then 0.25; one fork 0.1 before the second action, and
+  # 0.8, then 0.16, then 0.032 before the third.
+  builder = tree_lib.TreeBuilder()
+  node = builder.add(-1, [0])
+  for reward in (0.0, 0.0, 1.0):
+    node = builders.add_action(builder, node, reward=reward)
+  values = np.float32([[.5, .9, .2, 0, 0, 0, 0, 0]])
+  plan = functools.partial(
+      _plan, branching.trace_budget, tree_lib.stack([builder]), values=values)
+  assert plan(num_rollouts=5) == ([(3, 0, 2), (1, 0, 2)], 0)
+  assert plan(num_rollouts=2) == ([(3, 0, 1)], 0)
+
+
+def test_branpo_walks_back_from_a_failure():
+  # Two failures of three actions. Forks of the first one's last action fail,
+  # then one at the second last succeeds.
+  builder = tree_lib.TreeBuilder()
+  root = builder.add(-1, [0])
+  ends = []
+  for _ in range(2):
+    first = builders.add_action(builder, root)
+    second = builders.add_action(builder, first)
+    ends.append((first, second, builders.add_action(builder, second)))
+  tail = functools.partial(_plan, branching.branpo_tail)
+  assert tail(tree_lib.stack([builder])) == ([(3, 0, 3), (6, 0, 3)], 18)
+  for _, second, _ in ends:
+    builders.add_action(builder, second, birth=1, reward=0.0)
+  assert tail(tree_lib.stack([builder]))[0] == [(2, 0, 3), (5, 0, 3)]
+  builders.add_action(builder, ends[0][0], birth=2, reward=1.0)
+  builders.add_action(builder, ends[1][0], birth=2, reward=0.0)
+  # The second one goes on, before its first action: at the root.
+  assert tail(tree_lib.stack([builder]))[0] == [(1, 0, 3)]
+
+
+def test_branpo_by_accuracy():
+  def tail(*rewards):
+    builder = tree_lib.TreeBuilder()
+    root = builder.add(-1, [0])
+    for i, reward in enumerate(rewards):
+      node = root
+      for step in range(3 + (i == 0)):
+        node = builders.add_action(
+            builder, node, reward=reward if step == 2 + (i == 0) else 0.0)
+    return _plan(branching.branpo_tail, tree_lib.stack([builder]))[0]
+  # The first one is longer by one action.
+  assert tail(1., 1.) == [(4, 0, 2), (7, 0, 2)]
+  assert tail(1., 1., 0.) == [(2, 0, 6)]
+  assert tail(1., 0., 0.) == [(7, 0, 3), (10, 0, 3)]
+  assert tail(1., 0.) == []
+
+
+def test_recursion_forks_the_newest_stage_until_it_is_deep_enough():
+  policy = branching.recursive(
+      functools.partial(branching.top_entropy, min_spacing=0), depth=2)
+  builder = tree_lib.TreeBuilder()
+  root = builder.add(-1, [0])
+  node = builders.add_action(builder, root)
+  builders.add_action(builder, node, entropy=0.5)
+  plan = functools.partial(_plan, policy, num_branch_points=2, num_forks=1)
+  assert plan(tree_lib.stack([builder])) == ([(2, 0, 1), (1, 0, 1)], 0)
+  fork = builders.add_action(builder, node, birth=1)
+  fork = builders.add_action(builder, fork, birth=1)
+  assert plan(tree_lib.stack([builder])) == ([(fork, 0, 1)], 1)
+  builders.add_action(builder, fork, birth=2)
+  assert plan(tree_lib.stack([builder])) == ([], 2)
+
+
+def test_a_recursion_has_the_options_of_its_policy():
+  policy = branching.recursive(
+      functools.partial(branching.top_entropy, num_forks=1), depth=2)
+  options = inspect.signature(policy).parameters
+  assert 'birth' not in options and options['num_forks'].default == 1
+  tree = _backbone([1.0])
+  with pytest.raises(ValueError, match='birth: expected none.*got 1'):
+    policy(tree, birth=1)
+  with pytest.raises(ValueError, match='depth: expected at least 1, got 0'):
+    branching.recursive(branching.top_entropy, 0)
+  with pytest.raises(ValueError, match='expected a branch policy with the opt'):
+    branching.recursive(lambda tree: None, 1)
+
+
+def test_a_fresh_rollout_forks_before_the_first_action():
+  builder = tree_lib.TreeBuilder()
+  root = builder.add(-1, [0, 1])
+  seen = builder.add(root, [2, 3])  # An observation alone.
+  builder.add(seen, [4, 5], [False, True], [0., -1.], [0., 1.])
+  tree = tree_lib.stack([builder])
+  slots, _ = _plan(branching.arpo_after_tool, tree, num_rollouts=3,
+                   key=jax.random.key(0))
+  assert slots == [(2, 1, 2)]

@@ -5,6 +5,7 @@ keeps everything before that token, so a decision at the start of a node lies on
 its parent's end and is counted once, for the parent's first child.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import chex
@@ -175,6 +176,106 @@ def _on_same_path(decisions, index):
   return above | below
 
 
+def best(decisions: Decisions, scores: chex.Array, num_branch_points: int,
+         num_forks: int, min_spacing: chex.Numeric = 0,
+         key: chex.PRNGKey | None = None, max_per_path: int | None = None
+         ) -> types.BranchPlan:
+  """Returns the plan that forks at what `greedy` takes.
+
+  Args:
+    decisions: where to choose.
+    scores: [B, N, T] float32; the largest is the best.
+    num_branch_points: M.
+    num_forks: forks at each.
+    min_spacing: tokens between two chosen decisions of one path.
+    key: a typed key to break ties at random; None for the first in order.
+    max_per_path: most decisions on one path; None for M.
+
+  Raises:
+    ValueError: if a size is out of range.
+  """
+  check_sizes(num_branch_points, num_forks)
+  chosen = greedy(decisions, scores, num_branch_points, min_spacing,
+                  max_per_path, noise(scores.shape, key))
+  return plan(
+      chosen, num_forks, num_branch_points * num_forks, scores.shape[-1])
+
+
+def allocate(score: Callable[..., types.Array], arrays: types.ArrayTree,
+             num_slots: int, budget: chex.Numeric) -> types.Array:
+  """Gives out forks one at a time, each where one more is worth most.
+
+  Args:
+    score: (slot, forks, arrays) -> [S] float32, what one more fork is worth at
+      each of S places of one tree, -inf for a place that gets no more; `forks`
+      [S] int32 are those given out so far.
+    arrays: pytree of [B, ...] arrays that `score` reads, each [S] or [N] in it;
+      the first of them is [B, S].
+    num_slots: M, forks to give out at most.
+    budget: int32, forks a tree may have; a scalar or [B].
+
+  Returns:
+    [B, M] int32 places in the order of choice, the same place as often as it
+    was chosen; -1 for nothing left. Of equal scores the first place wins.
+  """
+  places = jax.tree.leaves(arrays)[0]
+  single = lambda a, b: _allocate(score, a, num_slots, b)
+  return jax.vmap(single)(
+      arrays, jnp.broadcast_to(jnp.asarray(budget), places.shape[:1]))
+
+
+def _allocate(score, arrays, num_slots, budget):
+  def take(forks, slot):
+    scores = score(slot, forks, arrays)
+    index = jnp.argmax(scores)
+    found = (scores[index] > -jnp.inf) & (slot < budget)
+    return forks.at[index].add(found), jnp.where(found, index, -1)
+
+  forks = jnp.zeros(jax.tree.leaves(arrays)[0].shape, jnp.int32)
+  return jax.lax.scan(take, forks, jnp.arange(num_slots))[1]
+
+
+def fresh(tree: tree_lib.Tree) -> types.Array:
+  """Returns the decision at which a fork is a fresh rollout.
+
+  That is the first one of the trajectory that begins at the root: nothing the
+  policy drew comes before it.
+
+  Returns:
+    [B] int32 indices into the flattened [N * T]; -1 for a tree without actions.
+  """
+  decisions = find(tree, birth=None)
+  first = decisions.mask & (trajectory(tree) == 0)[..., None]
+  far = jnp.iinfo(jnp.int32).max
+  flat = lambda x: x.reshape(x.shape[0], -1)
+  index = jnp.argmin(flat(jnp.where(first, decisions.position, far)), axis=-1)
+  return jnp.where(flat(first).any(axis=-1), index, -1)
+
+
+def trajectory(tree: tree_lib.Tree) -> types.Array:
+  """Returns the node with which a node's trajectory began, [B, N] int32.
+
+  A trajectory is what was drawn in one go: a chain of first children. Every
+  first trajectory is one, and so is every fork. Padding gets its own index.
+  """
+  return walks.nearest_above(~tree_lib.is_first_child(tree), tree.parents)
+
+
+def fill(chosen: chex.Array, place: chex.Array, budget: chex.Array
+         ) -> types.Array:
+  """Spends what is left of a budget of single forks at one place.
+
+  Args:
+    chosen: [B, M] int32, one fork each, -1 for an unused slot.
+    place: [B] int32, where the spare ones go; -1 for nowhere.
+    budget: [B] int32, forks a tree may have; at most M.
+  """
+  free = chosen < 0
+  spare = budget[:, None] - jnp.sum(~free, axis=-1, keepdims=True)
+  gets_one = free & (jnp.cumsum(free, axis=-1) <= spare)
+  return jnp.where(gets_one, place[:, None], chosen)
+
+
 def plan(chosen: chex.Array, count: chex.Numeric, budget: chex.Numeric,
          num_tokens: int) -> types.BranchPlan:
   """Returns the plan that forks at flat indices.
@@ -193,6 +294,21 @@ def plan(chosen: chex.Array, count: chex.Numeric, budget: chex.Numeric,
       count=count, unspent=budget - jnp.sum(count, axis=-1))
 
 
+def merged_plan(chosen: chex.Array, count: chex.Numeric, budget: chex.Numeric,
+                num_tokens: int) -> types.BranchPlan:
+  """Returns `plan` with equal indices in one slot, and used slots first."""
+  used = chosen >= 0
+  same = (chosen[:, :, None] == chosen[:, None, :]) & used[:, None, :]
+  count = jnp.sum(same * jnp.broadcast_to(count, chosen.shape)[:, None],
+                  axis=-1)
+  is_first = jnp.argmax(same, axis=-1) == jnp.arange(chosen.shape[-1])
+  chosen = jnp.where(is_first, chosen, -1)
+  order = jnp.argsort(chosen < 0, axis=-1, stable=True)
+  chosen, count = (
+      jnp.take_along_axis(x, order, axis=-1) for x in (chosen, count))
+  return plan(chosen, count, budget, num_tokens)
+
+
 def check_sizes(num_branch_points: int, num_forks: int) -> None:
   """Refuses numbers of branch points and forks that make no sibling group.
 
@@ -202,3 +318,19 @@ def check_sizes(num_branch_points: int, num_forks: int) -> None:
   checks.at_least('num_branch_points', num_branch_points, 1, ' (M)')
   checks.at_least('num_forks', num_forks, 1, ' (K - 1: a group of K < 2 '
                   'siblings has nothing to compare)')
+
+
+def check_rollouts(num_rollouts: int) -> None:
+  """Refuses a budget that is too small for one rollout.
+
+  Raises:
+    ValueError: if it is below one.
+  """
+  checks.at_least('num_rollouts', num_rollouts, 1,
+                  ' (leaves of a tree, those that are there included)')
+
+
+def forks_left(tree: tree_lib.Tree, num_rollouts: int) -> types.Array:
+  """Returns how many forks bring a tree to `num_rollouts` leaves, [B] int32."""
+  leaves = tree_lib.num_leaves(tree)[:, 0]
+  return jnp.maximum(num_rollouts - leaves, 0)
