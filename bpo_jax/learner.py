@@ -11,8 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from bpo_jax import checks
+from bpo_jax import masked
 from bpo_jax import objectives
 from bpo_jax import packing
+from bpo_jax import predictors
+from bpo_jax import tree as trees
+from bpo_jax import types
 from bpo_jax.models import transformer
 
 
@@ -32,6 +37,8 @@ class TrainState(NamedTuple):
   environment_steps: jax.Array  # [] int32
   generated_tokens: jax.Array  # [] int32
   branch_threshold: jax.Array  # [] float32, nats; from earlier updates alone
+  statistics: predictors.Statistics  # of earlier updates, to predict success by
+  auxiliary: dict  # what an algorithm learns on the side, by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,19 +60,34 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-  """The clipped surrogate and what is added to it.
+  """The clipped surrogate, what is added to it, and how it becomes one number.
 
   Attributes:
     clip_epsilon_low: the ratio is clipped at 1 - this.
     clip_epsilon_high: the ratio is clipped at 1 + this.
-    kl_coef: weight of the k3 divergence from the reference policy.
+    kl_coef: weight of the divergence from the reference policy.
+    kl_estimator: 'k1', 'k2' or 'k3', see `objectives.kl`.
     entropy_coef: weight of the entropy bonus.
+    value_coef: weight of the critic's squared error; 0 without a critic.
+    value_clip: reward units that a value may move in an update; None for any.
+    reducer: from tokens to one number, see `objectives.reduce`.
+    sequence_norm: tokens that the sum of a sequence is divided by; for the
+      reducer 'sequence_sum_norm' alone.
   """
 
   clip_epsilon_low: float = 0.2
   clip_epsilon_high: float = 0.2
   kl_coef: float = 0.0
+  kl_estimator: objectives.KlEstimator = 'k2'
   entropy_coef: float = 0.0
+  value_coef: float = 0.0
+  value_clip: float | None = None
+  reducer: objectives.Reducer = 'token_mean'
+  sequence_norm: float | None = None
+
+  def __post_init__(self):
+    checks.one_of('kl_estimator', self.kl_estimator, objectives.KlEstimator)
+    objectives.check_reducer(self.reducer, self.sequence_norm)
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -102,90 +124,216 @@ def init_state(
   zero = lambda: jnp.zeros((), jnp.int32)
   return TrainState(
       params, optimizer.init(params), zero(), rng_key, zero(), zero(), zero(),
-      jnp.asarray(_FIRST_THRESHOLD, jnp.float32),
+      jnp.asarray(_FIRST_THRESHOLD, jnp.float32), predictors.init(), {},
   )
 
 
-# Per-token quantities of one micro-batch by name, [R, L] each. Those named
-# `loss/..` add up to what is minimised; the others are only reported.
+class BatchFacts(NamedTuple):
+  """What a micro-batch has to know of the whole batch."""
+
+  denominator: float  # Of the reducer, over all micro-batches.
+  value_centre: float  # Mean value target, reward units; 0 without a critic.
+
+
+# By name, [R, L] each: what each token adds to the loss.
 Terms = dict[str, jax.Array]
 
-# Takes what `token_log_probs` gives for the policy (log-probs and entropies),
-# the rows, and the reference policy's log-probs (None without a reference).
-LossFn = Callable[
-    [jax.Array, jax.Array, packing.PackedRows, jax.Array | None], Terms
+# Takes what `packing.token_outputs` gives for the policy, the rows, the
+# log-probs of the reference policy (None without one) and the facts of the
+# batch. Returns the terms, and metrics as sums and denominators that add up.
+TermsFn = Callable[
+    [packing.TokenOutputs, packing.PackedRows, jax.Array | None, BatchFacts],
+    tuple[Terms, dict[str, objectives.Metric]],
 ]
 
 
-def imitation_loss(log_probs, entropies, rows, reference_log_probs) -> Terms:
-  """Returns the negative log-likelihood of the rows' actions."""
-  del rows, reference_log_probs
-  return {'loss/imitation': -log_probs, 'policy/entropy': entropies}
+@dataclasses.dataclass(frozen=True)
+class Loss:
+  """What is minimised: terms per token, and how they become one number.
+
+  Attributes:
+    terms: per-token terms and metrics of a micro-batch.
+    reducer: see `objectives.reduce`.
+    norm: tokens, for the reducer 'sequence_sum_norm' alone.
+  """
+
+  terms: TermsFn
+  reducer: objectives.Reducer = 'token_mean'
+  norm: float | None = None
+
+  def __post_init__(self):
+    objectives.check_reducer(self.reducer, self.norm)
+
+
+def _imitation_terms(outputs, rows, reference_log_probs, facts):
+  del reference_log_probs, facts
+  return {'loss/imitation': -outputs.log_probs}, _entropy_metric(outputs, rows)
+
+
+# The negative log-likelihood of the rows' actions, by weight.
+imitation_loss = Loss(_imitation_terms)
+
+
+def weighted_log_likelihood(
+    reducer: objectives.Reducer = 'path_weighted', norm: float | None = None
+) -> Loss:
+  """Returns -sum of coefficient x log-prob, the coefficients in `advantages`.
+
+    loss = -sum_i w_i c_i log pi_i / denominator
+
+  For losses whose gradient is linear in those of the log-probs, with
+  coefficients computed beforehand from the whole batch, such as trajectory DPO
+  or a logistic margin: c_i is the derivative of the objective by log pi_i where
+  the policy stands now. A loss that is not a sum over tokens stays exact under
+  micro-batches that way.
+
+  Args:
+    reducer: what the sum is divided by; with weights of 1 'path_weighted'
+      divides by the number of rows that train something.
+    norm: tokens, for the reducer 'sequence_sum_norm' alone.
+  """
+
+  def terms(outputs, rows, reference_log_probs, facts):
+    del reference_log_probs, facts
+    coefficients = masked.fill(rows.advantages, rows.action_mask)
+    values = -coefficients * outputs.log_probs
+    return {'loss/likelihood': values}, _entropy_metric(outputs, rows)
+
+  return Loss(terms, reducer, norm)
 
 
 def make_policy_loss(
     config: LossConfig,
     objective: Callable[..., jax.Array] | None = None,
-) -> LossFn:
-  """Returns the surrogate with its KL and entropy terms.
+) -> Loss:
+  """Returns the surrogate with its KL, entropy and value terms.
 
   Args:
     config: scalars.
-    objective: `(log_probs, behaviour_log_probs, advantages)` to what is to be
-      maximised at each token; None for the surrogate clipped as in `config`.
+    objective: `(log_probs, behaviour_log_probs, advantages, mask=mask)` to what
+      is to be maximised at each token, where the mask has all action tokens of
+      a row's path; None for the surrogate clipped as in `config`.
   """
+  clip = {
+      'clip_epsilon_low': config.clip_epsilon_low,
+      'clip_epsilon_high': config.clip_epsilon_high,
+  }
   if objective is None:
-    objective = functools.partial(
-        objectives.clipped_surrogate,
-        clip_epsilon_low=config.clip_epsilon_low,
-        clip_epsilon_high=config.clip_epsilon_high,
-    )
+    objective = functools.partial(objectives.clipped_surrogate, **clip)
 
-  def policy_loss(log_probs, entropies, rows, reference_log_probs):
-    log_ratio = log_probs - rows.behaviour_log_probs
-    ratio = jnp.exp(log_ratio)
-    # Where the clip cuts the gradient off: beyond the bound that the sign of
-    # the advantage makes active.
-    clipped = jnp.where(
-        rows.advantages > 0,
-        ratio > 1 + config.clip_epsilon_high,
-        (rows.advantages < 0) & (ratio < 1 - config.clip_epsilon_low),
-    )
-    terms = {
-        'loss/surrogate': -objective(
-            log_probs, rows.behaviour_log_probs, rows.advantages
-        ),
-        'policy/entropy': entropies,
-        'policy/clip_fraction': clipped.astype(jnp.float32),
-        'policy/kl_to_behaviour': jnp.expm1(log_ratio) - log_ratio,
-    }
+  def terms(outputs, rows, reference_log_probs, facts):
+    log_probs = outputs.log_probs
+    advantages = masked.fill(rows.advantages, rows.action_mask)
+    policy = log_probs, rows.behaviour_log_probs, advantages
+    losses = {'loss/surrogate': -objective(*policy, mask=rows.path_mask)}
+    mask = rows.action_mask & (rows.weights != 0)
+    metrics = objectives.ratio_metrics(*policy, mask, **clip)
+    metrics |= _entropy_metric(outputs, rows)
     if config.kl_coef:
-      divergence = objectives.kl(log_probs, reference_log_probs, 'k3')
-      terms['loss/kl'] = config.kl_coef * divergence
+      checks.given('reference', reference_log_probs, 'kl_coef',
+                   'the parameters of the reference policy')
+      divergence = objectives.kl(
+          log_probs, reference_log_probs, config.kl_estimator, rows.action_mask
+      )
+      losses['loss/kl'] = config.kl_coef * divergence
     if config.entropy_coef:
-      terms['loss/entropy'] = -config.entropy_coef * entropies
-    return terms
+      losses['loss/entropy'] = -config.entropy_coef * outputs.entropies
+    if config.value_coef:
+      losses['loss/value'] = _value_term(config, outputs, rows)
+      metrics |= objectives.value_metrics(
+          outputs.values, rows.value_targets, mask, facts.value_centre
+      )
+    return losses, metrics
 
-  return policy_loss
+  return Loss(terms, config.reducer, config.sequence_norm)
+
+
+def _value_term(config, outputs, rows):
+  """Returns the weighted error of the critic at each token."""
+  checks.given('values', outputs.values, 'value_coef',
+               'a network with a value head')
+  checks.given('value_targets', rows.value_targets, 'value_coef',
+               'rows packed with the returns that values are to predict')
+  return config.value_coef * objectives.value_loss(
+      outputs.values, rows.value_targets, rows.old_values,
+      value_clip=config.value_clip, mask=rows.action_mask,
+  )
+
+
+def _entropy_metric(outputs, rows):
+  return {'policy/entropy': objectives.reduce(
+      outputs.entropies, rows.weights, rows.action_mask)}
+
+
+def make_batches(
+    tree: trees.Tree,
+    credit: types.Credit,
+    max_tokens: int,
+    *,
+    value_targets: np.ndarray | None = None,
+    old_values: np.ndarray | None = None,
+    debug: bool = False,
+) -> list[packing.PackedRows]:
+  """Returns the micro-batches of a batch of trees.
+
+  Args:
+    tree: B trees.
+    credit: advantages and weights of their tokens, [B, N, T] each.
+    max_tokens: bound on the tokens of a micro-batch, padding included.
+    value_targets: [B, N, T] float, returns that a critic is to predict, reward
+      units; None without a critic.
+    old_values: [B, N, T] float, its predictions before the update, reward
+      units; None where its step is not bound.
+    debug: whether to check the trees and that the rest is finite at action
+      tokens, which costs a pass over them.
+
+  Raises:
+    ValueError: if the rows cannot be packed; with `debug`, if a tree is none or
+      a number is not finite, saying where.
+  """
+  if debug:
+    tree.validate()
+    numbers = {
+        'advantages': credit.advantages, 'weights': credit.weights,
+        'value_targets': value_targets, 'old_values': old_values,
+    }
+    for name, values in numbers.items():
+      if values is not None:
+        _check_finite(name, values, tree.action_mask)
+  rows = packing.pack(
+      tree, credit, value_targets=value_targets, old_values=old_values
+  )
+  return packing.micro_batches(rows, max_tokens)
+
+
+def _check_finite(name, values, mask):
+  """Refuses what is not finite at action tokens, saying where."""
+  bad = np.argwhere(np.asarray(mask) & ~np.isfinite(values))
+  if len(bad):
+    tree, node, token = bad[0].tolist()
+    raise ValueError(
+        f'{name}: expected finite numbers at action tokens, got'
+        f' {np.asarray(values)[tree, node, token]}; first at tree {tree}, node'
+        f' {node}, token {token}, {len(bad)} in all'
+    )
 
 
 def make_update_fn(
     model: transformer.Transformer,
     optimizer: optax.GradientTransformation,
-    loss_fn: LossFn,
+    loss: Loss,
     temperature: float = 1.0,
 ) -> Callable[..., tuple[TrainState, dict[str, float]]]:
   """Returns one optimiser step over a batch of any number of micro-batches.
 
-  The loss is sum(w * l) / sum(w) over all action tokens of the batch, w being
-  the credit's weights. A micro-batch contributes its sum; the denominator is
-  that of the whole batch, so how it is split changes nothing. The gradient is
-  clipped once, after all of it has been added up.
+  A micro-batch contributes its sums; the denominator is that of the whole
+  batch, computed before the first gradient, so how it is split changes nothing.
+  The gradient is clipped once, after all of it has been added up.
 
   Args:
     model: the policy network.
     optimizer: as by `make_optimizer`.
-    loss_fn: per-token terms.
+    loss: what is minimised.
     temperature: of the behaviour policy.
 
   Returns:
@@ -193,30 +341,57 @@ def make_update_fn(
     whose arrays replace those of `state`, and metrics by name. `reference` are
     the parameters of the reference policy.
   """
+  accumulate = _make_accumulate(model, loss, temperature)
+  apply = _make_apply(optimizer)
 
-  def micro_loss(params, reference, rows, denominator):
-    log_probs, entropies = packing.token_log_probs(
-        model, params, rows, temperature
-    )
+  def update(state, batches, learning_rate, reference=None):
+    facts = batch_facts(batches, loss.reducer, loss.norm)
+    gradient = jax.tree.map(jnp.zeros_like, state.params)
+    parts = []
+    for rows in batches:
+      gradient, part = accumulate(
+          gradient, state.params, reference, rows, facts
+      )
+      parts.append(part)
+    state, norms = apply(state, gradient, learning_rate)
+    norms = {name: float(norm) for name, norm in norms.items()}
+    return state, _add_up(jax.device_get(parts), facts) | norms
+
+  return update
+
+
+def _make_accumulate(model, loss, temperature):
+  """Returns what adds the gradient of a micro-batch to that of the others."""
+
+  def micro_loss(params, reference, rows, facts):
+    outputs = packing.token_outputs(model, params, rows, temperature)
     reference_log_probs = None
     if reference is not None:
       reference_log_probs, _ = packing.token_log_probs(
           model, reference, rows, temperature
       )
-    terms = loss_fn(log_probs, entropies, rows, reference_log_probs)
+    terms, metrics = loss.terms(outputs, rows, reference_log_probs, facts)
     sums = {
-        name: objectives.reduce(values, rows.weights, rows.action_mask)[0]
-        for name, values in terms.items()
+        name: objectives.reduce(
+            term, rows.weights, rows.action_mask, loss.reducer, loss.norm
+        )[0]
+        for name, term in terms.items()
     }
-    losses = [total for name, total in sums.items() if name[:5] == 'loss/']
-    return sum(losses) / denominator, sums
+    total = masked.divide(sum(sums.values()), facts.denominator)
+    return total, (sums, metrics)
 
   @functools.partial(jax.jit, donate_argnums=0)
-  def accumulate(gradient, params, reference, rows, denominator):
-    new, sums = jax.grad(micro_loss, has_aux=True)(
-        params, reference, rows, denominator
+  def accumulate(gradient, params, reference, rows, facts):
+    new, part = jax.grad(micro_loss, has_aux=True)(
+        params, reference, rows, facts
     )
-    return jax.tree.map(jnp.add, gradient, new), sums
+    return jax.tree.map(jnp.add, gradient, new), part
+
+  return accumulate
+
+
+def _make_apply(optimizer):
+  """Returns the step along a gradient, which tells norms by name."""
 
   @functools.partial(jax.jit, donate_argnums=0)
   def apply(state, gradient, learning_rate):
@@ -231,33 +406,96 @@ def make_update_fn(
         optimizer_state=optimizer_state,
         update=state.update + 1,
     )
-    return state, optax.global_norm(gradient), optax.global_norm(params)
-
-  def update(state, batches, learning_rate, reference=None):
-    denominator = max(total_weight(batches), 1e-8)
-    gradient = jax.tree.map(jnp.zeros_like, state.params)
-    parts = []
-    for rows in batches:
-      gradient, sums = accumulate(
-          gradient, state.params, reference, rows, denominator
-      )
-      parts.append(sums)
-    state, norm, size = apply(state, gradient, learning_rate)
-    parts = jax.device_get(parts)
-    values = {
-        name: float(sum(part[name] for part in parts)) / denominator
-        for name in (parts[0] if parts else ())
-    }
-    return state, values | {
-        'gradient/norm': float(norm), 'parameters/norm': float(size)
+    return state, {
+        'gradient/norm': optax.global_norm(gradient),
+        'parameters/norm': optax.global_norm(params),
     }
 
-  return update
+  return apply
 
 
-def total_weight(batches: Sequence[packing.PackedRows]) -> float:
-  """Returns the sum of the weights of all action tokens, in float64."""
-  return sum(
-      float(np.sum(b.weights, where=b.action_mask, dtype=np.float64))
+def _add_up(parts, facts) -> dict[str, float]:
+  """Returns the batch's losses and metrics from those of its micro-batches."""
+  if not parts:
+    return {}
+  losses, metrics = zip(*parts)
+  values = {
+      name: _ratio(sum(part[name] for part in losses), facts.denominator)
+      for name in losses[0]
+  }
+  for name in metrics[0]:
+    sums, counts = zip(*(part[name] for part in metrics))
+    values[name] = _ratio(sum(sums), sum(counts))
+  return values
+
+
+def _ratio(total, denominator) -> float:
+  return float(total) / float(denominator) if denominator else 0.0
+
+
+def batch_facts(
+    batches: Sequence[packing.PackedRows],
+    reducer: objectives.Reducer = 'token_mean',
+    norm: float | None = None,
+) -> BatchFacts:
+  """Returns what each micro-batch has to know of all, added up in float64.
+
+  Args:
+    batches: all micro-batches of an update.
+    reducer: whose denominator it is, see `objectives.reduce`.
+    norm: tokens, for the reducer 'sequence_sum_norm' alone.
+  """
+  rows = [
+      np.asarray(_denominators(b.weights, b.action_mask, reducer, norm))
       for b in batches
+  ]
+  denominator = sum(np.sum(row, dtype=np.float64) for row in rows)
+  targets = [
+      b.value_targets[b.action_mask & (b.weights != 0)]
+      for b in batches
+      if b.value_targets is not None
+  ]
+  count = sum(map(len, targets))
+  total = sum(np.sum(t, dtype=np.float64) for t in targets)
+  return BatchFacts(float(denominator), float(total / count) if count else 0.0)
+
+
+_denominators = jax.jit(objectives.denominators, static_argnums=(2, 3))
+
+
+def make_outputs_fn(
+    model: transformer.Transformer, temperature: float = 1.0
+) -> Callable[..., packing.TokenOutputs]:
+  """Returns what says of every action token of trees what a policy says of it.
+
+  For what an estimator or an objective has to know beforehand: values of a
+  critic, log-probs of a reference or of the current policy, teacher-forced
+  log-probs of a golden trajectory.
+
+  Args:
+    model: the network.
+    temperature: of the behaviour policy.
+
+  Returns:
+    `outputs(params, tree, max_tokens)` to log-probs, entropies and, with a
+    value head, values, [B, N, T] float32 NumPy arrays, 0 off the tree's action
+    tokens.
+  """
+  compute = jax.jit(
+      functools.partial(packing.token_outputs, model, temperature=temperature)
   )
+
+  def outputs(params, tree, max_tokens):
+    shape = np.shape(tree.tokens)
+    nothing = np.zeros(shape, np.float32)
+    credit = types.Credit(advantages=nothing, weights=nothing)
+    fields = [np.zeros(shape, np.float32) for _ in range(3)]
+    for rows in make_batches(tree, credit, max_tokens):
+      index = rows.source[rows.action_mask]
+      for field, values in zip(fields, compute(params, rows)):
+        if values is not None:
+          field.ravel()[index] = np.asarray(values)[rows.action_mask]
+    has_values = model.config.value_head
+    return packing.TokenOutputs(*fields[:2], fields[2] if has_values else None)
+
+  return outputs

@@ -7,6 +7,7 @@ own weight.
 """
 
 from collections.abc import Iterator
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -31,11 +32,22 @@ class PackedRows(NamedTuple):
   end: np.ndarray  # [R, L] int32      one past the last token that sees it
   predictor: np.ndarray  # [R, L] int32      whose hidden state predicts token i
   action_mask: np.ndarray  # [R, L] bool      action tokens trained in this row
-  behaviour_log_probs: np.ndarray  # [R, L] float32
+  path_mask: np.ndarray  # [R, L] bool      all of the path, trained here or not
+  behaviour_log_probs: np.ndarray  # [R, L] float32, on path_mask
   advantages: np.ndarray  # [R, L] float32
   weights: np.ndarray  # [R, L] float32
   source: np.ndarray  # [R, L] int32      index into [B * N * T]; -1 on padding
   allowed: np.ndarray | None = None  # [R, L, W] uint32
+  value_targets: np.ndarray | None = None  # [R, L] float32
+  old_values: np.ndarray | None = None  # [R, L] float32
+
+
+class TokenOutputs(NamedTuple):
+  """What a policy says of each action token; zero elsewhere."""
+
+  log_probs: jax.Array  # [R, L] float32 nats
+  entropies: jax.Array  # [R, L] float32 nats
+  values: jax.Array | None = None  # [R, L] float32, of the state before it
 
 
 def _paths(parents: np.ndarray, node_mask: np.ndarray) -> Iterator[list[int]]:
@@ -63,7 +75,12 @@ def _path_tokens(tree: trees.Tree) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def pack(
-    tree: trees.Tree, credit: types.Credit, row_length: int | None = None
+    tree: trees.Tree,
+    credit: types.Credit,
+    row_length: int | None = None,
+    *,
+    value_targets: np.ndarray | None = None,
+    old_values: np.ndarray | None = None,
 ) -> PackedRows:
   """Lays out a batch of trees as rows, on the host.
 
@@ -71,16 +88,28 @@ def pack(
     tree: B trees.
     credit: advantages and weights of their tokens, [B, N, T] each.
     row_length: L; None takes the longest path.
+    value_targets: [B, N, T] float, returns that a critic is to predict, reward
+      units; None without a critic.
+    old_values: [B, N, T] float, its predictions before the update, reward
+      units; None where its step is not bound.
 
   Returns:
     A row per leaf, in the order of trees and leaves. Each action token is in
-    `action_mask` of the first row that holds it and of no other.
+    `action_mask` of the first row that holds it and of no other; `path_mask`
+    has all action tokens of the path, for what looks at whole sequences.
 
   Raises:
     ValueError: if a path is longer than `row_length`, if one begins with an
-      action, or if a parent does not come before its child.
+      action, if a parent does not come before its child, or if an array has
+      another shape than the tree's tokens.
   """
   tree, credit = jax.tree.map(np.asarray, (tree, credit))
+  extra = {'value_targets': value_targets, 'old_values': old_values}
+  extra = {k: np.asarray(x) for k, x in extra.items() if x is not None}
+  _check_shapes(
+      tree,
+      {'advantages': credit.advantages, 'weights': credit.weights, **extra},
+  )
   if np.any(tree.parents >= np.arange(tree.parents.shape[1])):
     raise ValueError(
         'expected parents[n] < n at every node, got trees in another order;'
@@ -100,7 +129,7 @@ def pack(
   for row, (index, new) in enumerate(zip(sources, trained)):
     source[row, : len(index)] = index
     is_trained[row, : len(index)] = new
-  rows = _gather(tree, credit, source, is_trained)
+  rows = _gather(tree, credit, extra, source, is_trained)
   if rows.action_mask[:, :1].any():
     raise ValueError(
         'expected a prompt before the first action, got a path that begins with'
@@ -109,7 +138,17 @@ def pack(
   return rows
 
 
-def _gather(tree, credit, source, is_trained) -> PackedRows:
+def _check_shapes(tree, arrays) -> None:
+  """Refuses arrays by name that are not one entry a token."""
+  for name, values in arrays.items():
+    if values.shape != tree.tokens.shape:
+      raise ValueError(
+          f'{name}: expected the shape of the tokens, {tree.tokens.shape}, got'
+          f' {values.shape}'
+      )
+
+
+def _gather(tree, credit, extra, source, is_trained) -> PackedRows:
   """Fills the rows whose tokens are at `source` in the trees."""
   mask = source >= 0
 
@@ -121,8 +160,9 @@ def _gather(tree, credit, source, is_trained) -> PackedRows:
       np.arange(source.shape[1], dtype=np.int32), source.shape
   )
   lengths = mask.sum(axis=1, dtype=np.int32)
-  action_mask = take(tree.action_mask).astype(bool) & is_trained
-  on_action = lambda x: np.where(action_mask, take(x), 0).astype(np.float32)
+  path_mask = take(tree.action_mask).astype(bool)
+  action_mask = path_mask & is_trained
+  on = lambda mask, x: np.where(mask, take(x), 0).astype(np.float32)
   return PackedRows(
       tokens=take(tree.tokens),
       token_mask=mask,
@@ -130,11 +170,13 @@ def _gather(tree, credit, source, is_trained) -> PackedRows:
       end=np.where(mask, lengths[:, None], 0),
       predictor=np.where(mask, np.maximum(places - 1, 0), 0),
       action_mask=action_mask,
-      behaviour_log_probs=on_action(tree.behaviour_log_probs),
-      advantages=on_action(credit.advantages),
-      weights=on_action(credit.weights),
+      path_mask=path_mask,
+      behaviour_log_probs=on(path_mask, tree.behaviour_log_probs),
+      advantages=on(action_mask, credit.advantages),
+      weights=on(action_mask, credit.weights),
       source=source,
       allowed=None if tree.allowed is None else take(tree.allowed),
+      **{name: on(action_mask, values) for name, values in extra.items()},
   )
 
 
@@ -189,6 +231,38 @@ def attention_mask(rows: PackedRows) -> jax.Array:
   return (j <= i) & (i < rows.end[:, None]) | (i == j)
 
 
+def token_outputs(
+    model: transformer.Transformer,
+    params: dict,
+    rows: PackedRows,
+    temperature: float = 1.0,
+) -> TokenOutputs:
+  """All that the network says of the rows' action tokens, in one run.
+
+  Args:
+    model: the policy network.
+    params: its parameters; gradients flow to them.
+    rows: packed rows.
+    temperature: as sampled.
+
+  Returns:
+    Log-probs and entropies as the sampler computes them, 0 off `path_mask`, and
+    with a value head the values.
+  """
+  hidden = _predictors(model, params, rows)
+  logits = model.apply({'params': params}, hidden, method='logits')
+  allowed = None if rows.allowed is None else sampling.unpack_bits(rows.allowed)
+  log_probs, entropies = sampling.token_distribution(
+      logits, allowed, temperature
+  )
+  log_probs = jnp.take_along_axis(log_probs, rows.tokens[..., None], axis=-1)
+  zero_off = lambda x: jnp.where(rows.path_mask, x, 0.0)
+  values = None
+  if model.config.value_head:
+    values = zero_off(model.apply({'params': params}, hidden, method='values'))
+  return TokenOutputs(zero_off(log_probs[..., 0]), zero_off(entropies), values)
+
+
 def token_log_probs(
     model: transformer.Transformer,
     params: dict,
@@ -204,21 +278,43 @@ def token_log_probs(
     temperature: as sampled.
 
   Returns:
-    log_probs: [R, L] float32, 0 off `action_mask`.
-    entropies: [R, L] float32 in nats, 0 off `action_mask`.
+    log_probs: [R, L] float32, 0 off `path_mask`.
+    entropies: [R, L] float32 in nats, 0 off `path_mask`.
   """
+  if model.config.value_head:  # A reference policy may have been made without.
+    config = dataclasses.replace(model.config, value_head=False)
+    model = model.clone(config=config)
+  outputs = token_outputs(model, params, rows, temperature)
+  return outputs.log_probs, outputs.entropies
+
+
+def token_values(
+    model: transformer.Transformer, params: dict, rows: PackedRows
+) -> jax.Array:
+  """Returns V of the state before each action token, from what predicts it.
+
+  Args:
+    model: a network with a value head.
+    params: its parameters; gradients flow to them.
+    rows: packed rows.
+
+  Returns:
+    [R, L] float32, reward units, 0 off `path_mask`.
+
+  Raises:
+    ValueError: if the network has no value head.
+  """
+  hidden = _predictors(model, params, rows)
+  values = model.apply({'params': params}, hidden, method='values')
+  return jnp.where(rows.path_mask, values, 0.0)
+
+
+def _predictors(model, params, rows):
+  """Returns [R, L, width], the hidden state that predicts each token."""
   hidden, _ = model.apply(
       {'params': params}, rows.tokens, rows.positions, attention_mask(rows)
   )
-  hidden = jnp.take_along_axis(hidden, rows.predictor[..., None], axis=1)
-  logits = model.apply({'params': params}, hidden, method='logits')
-  allowed = None if rows.allowed is None else sampling.unpack_bits(rows.allowed)
-  log_probs, entropies = sampling.token_distribution(
-      logits, allowed, temperature
-  )
-  log_probs = jnp.take_along_axis(log_probs, rows.tokens[..., None], axis=-1)
-  zero_off = lambda x: jnp.where(rows.action_mask, x, 0.0)
-  return zero_off(log_probs[..., 0]), zero_off(entropies)
+  return jnp.take_along_axis(hidden, rows.predictor[..., None], axis=1)
 
 
 def unpack(values: jax.Array, rows: PackedRows, shape: tuple[int, ...]):

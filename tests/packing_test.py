@@ -45,7 +45,8 @@ def test_rows_are_the_paths(seed):
   padding = ~rows.token_mask
   assert (rows.source[padding] == -1).all()
   for name in ('tokens', 'positions', 'end', 'predictor', 'action_mask',
-               'behaviour_log_probs', 'advantages', 'weights', 'allowed'):
+               'path_mask', 'behaviour_log_probs', 'advantages', 'weights',
+               'allowed'):
     assert not getattr(rows, name)[padding].any(), name
 
 
@@ -63,6 +64,41 @@ def test_every_action_token_is_trained_once(seed):
   index = rows.source[rows.token_mask]
   words = tree.allowed.reshape(-1, tree.allowed.shape[-1])
   np.testing.assert_array_equal(rows.allowed[rows.token_mask], words[index])
+
+
+@pytest.mark.parametrize('seed', SEEDS)
+def test_the_path_mask_has_what_other_rows_train(seed):
+  tree, _, rows = make(seed)
+  index = rows.source[rows.token_mask]
+  for name, values in (('path_mask', tree.action_mask),
+                       ('behaviour_log_probs', tree.behaviour_log_probs)):
+    np.testing.assert_array_equal(
+        getattr(rows, name)[rows.token_mask], values.ravel()[index])
+  assert (rows.path_mask & ~rows.action_mask).any()
+  assert not (rows.action_mask & ~rows.path_mask).any()
+
+
+def test_value_targets_come_along():
+  tree, credit, _ = make(0)
+  rng = np.random.default_rng(0)
+  extra = {name: rng.normal(size=tree.tokens.shape)
+           for name in ('value_targets', 'old_values')}
+  for batch in packing.micro_batches(packing.pack(tree, credit, **extra), 64):
+    index = batch.source[batch.action_mask]
+    for name, values in extra.items():
+      got = getattr(batch, name)
+      np.testing.assert_array_equal(
+          got[batch.action_mask], values.ravel()[index].astype(np.float32))
+      assert got.dtype == np.float32 and not got[~batch.action_mask].any()
+
+
+@pytest.mark.parametrize('name', ['value_targets', 'old_values'])
+def test_arrays_of_another_shape_are_refused(name):
+  tree, credit, _ = make(0)
+  with pytest.raises(ValueError, match=rf'{name}: expected the shape .*\(2,\)'):
+    packing.pack(tree, credit, **{name: np.zeros(2)})
+  with pytest.raises(ValueError, match='advantages: expected the shape'):
+    packing.pack(tree, credit.replace(advantages=np.zeros((1, 1, 1))))
 
 
 def test_the_first_token_of_a_fork_is_predicted_by_its_parents_last():
@@ -85,6 +121,9 @@ def test_a_longer_row_only_pads():
   length = rows.tokens.shape[1]
   longer = packing.pack(tree, credit, length + 5)
   for name, short, long in zip(rows._fields, rows, longer):
+    if short is None:
+      assert long is None
+      continue
     np.testing.assert_array_equal(long[:, :length], short, err_msg=name)
   assert not longer.token_mask[:, length:].any()
   for size in (length - 1, 1, 0):
@@ -120,9 +159,44 @@ def test_log_probs_are_those_of_each_path_alone(constrained):
     for got, expected in zip(values, log_probs_of(alone, 0.7)):
       np.testing.assert_allclose(got[row], expected[0], atol=1e-5)
   for value in values:
-    assert not np.asarray(value)[~rows.action_mask].any()
-    assert np.abs(np.asarray(value)[rows.action_mask]).min() > 0
+    assert not np.asarray(value)[~rows.path_mask].any()
+    assert np.abs(np.asarray(value)[rows.path_mask]).min() > 0
     assert np.isfinite(value).all()
+
+
+def test_values_are_of_the_state_before_the_token():
+  network = tiny.model(value_head=True)
+  params = tiny.params_of(network)
+  _, _, rows = make(5)
+  outputs = jax.jit(packing.token_outputs, static_argnums=0)(
+      network, params, rows, 0.7)
+  values = jax.jit(packing.token_values, static_argnums=0)(
+      network, params, rows)
+  np.testing.assert_allclose(values, outputs.values, atol=1e-6)
+  assert not np.asarray(values)[~rows.path_mask].any()
+  assert np.ptp(np.asarray(values)[rows.path_mask]) > 0.1
+  # Nothing of the token itself, nor of what comes after it.
+  row, place = np.argwhere(rows.action_mask)[-1]
+  tokens = rows.tokens.copy()
+  tokens[row, place:] = (tokens[row, place:] + 1) % 64
+  changed = jax.jit(packing.token_values, static_argnums=0)(
+      network, params, rows._replace(tokens=tokens))
+  np.testing.assert_allclose(changed[row, place], values[row, place], atol=1e-6)
+  tokens[row, place - 1] = (tokens[row, place - 1] + 1) % 64
+  changed = jax.jit(packing.token_values, static_argnums=0)(
+      network, params, rows._replace(tokens=tokens))
+  assert abs(changed[row, place] - values[row, place]) > 1e-3
+
+
+def test_without_a_head_there_are_no_values():
+  _, _, rows = make(5)
+  network = tiny.model()
+  params = tiny.params_of(network)
+  outputs = jax.jit(packing.token_outputs, static_argnums=0)(
+      network, params, rows)
+  assert outputs.values is None
+  with pytest.raises(ValueError, match='value_head=True, got False'):
+    packing.token_values(network, params, rows)
 
 
 @pytest.mark.parametrize('max_tokens', [1, 64, 100, 10_000])

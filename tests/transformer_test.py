@@ -204,6 +204,36 @@ def test_initial_logits_are_of_order_one():
   assert 0.5 < float(np.std(logits)) < 2.0
 
 
+def test_a_value_head_adds_its_parameters_and_changes_no_other():
+  plain, critic = tiny.model(), tiny.model(value_head=True)
+  bare, params = (
+      jax.jit(transformer.init_params, static_argnums=0)(
+          network.config, jax.random.key(3)) for network in (plain, critic))
+  own = params.pop('value_head')
+  assert jax.tree.structure(params) == jax.tree.structure(bare)
+  jax.tree.map(np.testing.assert_array_equal, params, bare)
+  assert {name: leaf.shape for name, leaf in own.items()} == {
+      'kernel': (16, 1), 'bias': (1,)}
+  assert not any(leaf.any() for leaf in jax.tree.leaves(own))
+  # Parameters of a network without a head serve a config without.
+  tokens = np.arange(6).reshape(1, 6)
+  logits, _ = run(plain, params, tokens)
+  same, _ = run(critic, {**params, 'value_head': own}, tokens)
+  np.testing.assert_array_equal(logits, same)
+
+
+def test_values_are_linear_in_the_hidden_states():
+  network, params = make(value_head=True)
+  hidden = np.random.default_rng(7).normal(size=(3, 4, 16)).astype('f')
+  values = network.apply({'params': params}, hidden, method='values')
+  head = params['value_head']
+  expected = hidden @ head['kernel'][:, 0] + head['bias']
+  np.testing.assert_allclose(values, expected, atol=1e-5)
+  assert values.dtype == jnp.float32 and values.shape == (3, 4)
+  with pytest.raises(ValueError, match='value_head=True, got False'):
+    make()[0].apply({'params': params}, hidden, method='values')
+
+
 @pytest.mark.parametrize('sizes, message', [
     ({'vocab_size': 65}, '32'), ({'num_heads': 3}, 'multiple'),
     ({'head_dim': 5}, 'even')])

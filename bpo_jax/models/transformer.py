@@ -34,6 +34,7 @@ class TransformerConfig:
     mlp_width: inner width of the SwiGLU.
     rope_theta: base of the rotary wavelengths.
     norm_epsilon: added to the mean square in RMSNorm.
+    value_head: whether a critic reads the hidden states, see `values`.
   """
 
   vocab_size: int
@@ -45,6 +46,7 @@ class TransformerConfig:
   mlp_width: int = 256
   rope_theta: float = 10_000.0
   norm_epsilon: float = 1e-6
+  value_head: bool = False
 
   def __post_init__(self):
     if self.vocab_size % 32:
@@ -192,6 +194,9 @@ class Transformer(nn.Module):
         length=c.num_layers,
     )(c)
     self.final_norm = nn.RMSNorm(epsilon=c.norm_epsilon)
+    if c.value_head:
+      # Zero at first: a critic that knows nothing must not make up advantages.
+      self.value_head = nn.Dense(1, kernel_init=nn.initializers.zeros)
 
   def __call__(
       self,
@@ -224,12 +229,51 @@ class Transformer(nn.Module):
     """Returns [..., V] float32 scores of the next token (tied embedding)."""
     return self.embedding.attend(hidden).astype(jnp.float32)
 
+  def values(self, hidden: jax.Array) -> jax.Array:
+    """Returns [...] float32 values of the states, 0 for fresh parameters.
+
+    The hidden state that predicts an action token is that of the state before
+    the action.
+
+    Args:
+      hidden: [..., width] float32, after the last norm.
+
+    Raises:
+      ValueError: if the config has no value head.
+    """
+    if not self.config.value_head:
+      raise ValueError(
+          'values need a value head: expected a TransformerConfig with'
+          ' value_head=True, got False'
+      )
+    return self.value_head(hidden)[..., 0].astype(jnp.float32)
+
+  def heads(
+      self, tokens: jax.Array, positions: jax.Array, mask: jax.Array
+  ) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the logits, and the values where there is a value head.
+
+    Args:
+      tokens: [R, C] int32.
+      positions: [R, C] int32, as in `__call__`.
+      mask: [R, C, C] bool, as in `__call__`.
+    """
+    hidden, _ = self(tokens, positions, mask)
+    values = self.values(hidden) if self.config.value_head else None
+    return self.logits(hidden), values
+
 
 def init_params(config: TransformerConfig, rng_key: jax.Array) -> dict:
-  """Returns fresh parameters, a dict of float32 arrays."""
+  """Returns fresh parameters, a dict of float32 arrays.
+
+  A value head adds its own and changes no other.
+  """
   tokens = jnp.zeros((1, 1), jnp.int32)
   mask = jnp.ones((1, 1, 1), bool)
-  return Transformer(config).init(rng_key, tokens, tokens, mask)['params']
+  variables = Transformer(config).init(
+      rng_key, tokens, tokens, mask, method='heads'
+  )
+  return variables['params']
 
 
 def num_parameters(params: dict) -> int:
