@@ -3,7 +3,9 @@
 All the episodes of a stage are rows of one batch. A backbone is a fork of the
 root: the prompt is read once per task, and everything after it inherits a copy
 of the cache row of its parent. Sandbox states are values behind handles, so a
-fork steps again from the state before the action, whoever stepped from it.
+fork steps again from the state before the action, whoever stepped from it. A
+fork inside an action reads again what the action's decision read, is made to
+begin with the tokens that it keeps, and steps once, with the whole action.
 """
 
 import collections
@@ -39,13 +41,13 @@ class Rollout(NamedTuple):
   tree: trees.Tree
   compute: Compute
   statuses: Mapping[int, int]  # how many steps ended with each status
+  unspent: int = 0  # forks that the branch policies' budgets left over
 
 
 class _Decision(NamedTuple):
-  """All that a fork before one action needs, but for the cache."""
+  """All that a fork of one action needs, but for the cache."""
 
   tree: int
-  parent: int  # the node that the action's node is a child of
   leaf: int  # whose cache row has the path
   length: int  # tokens of that row that come before `pending`
   pending: np.ndarray  # [C] int32, padded
@@ -53,6 +55,9 @@ class _Decision(NamedTuple):
   commands: np.ndarray  # [A, U] int32
   handle: int
   turn: int
+  # Of the action that was taken, and of how much of it a fork keeps.
+  action: np.ndarray  # [U] int32, 0-padded
+  kept: int  # in `_Growth._decisions`: the tokens before the node begins
 
 
 class _Leaf:
@@ -156,6 +161,7 @@ class Grower:
       environment: Any,
       sampler: sampling.SamplerConfig,
       max_turns: int,
+      debug: bool = False,
   ):
     """Compiles nothing yet.
 
@@ -164,13 +170,16 @@ class Grower:
       environment: an `environments.callbacks.BatchedEnvironment` or its like.
       sampler: how actions are drawn.
       max_turns: actions after which an episode is truncated.
+      debug: whether every call checks the trees that it grew.
     """
+    self.debug = debug
     self.model_config = model.config
     self.environment = environment
     self.max_turns = max_turns
     self.seconds: collections.Counter[str] = collections.Counter()
     self.chunk = 1 + environment.codec.observation_length
-    self.turn_length = self.chunk + sampler.action_length
+    self.action_length = sampler.action_length
+    self.turn_length = self.chunk + self.action_length
     self.prefill = jax.jit(sampling.make_prefill(model), donate_argnums=1)
     # The rows are donated: a turn writes the cache where it lies.
     self.act = jax.jit(sampling.make_act(model, sampler), donate_argnums=1)
@@ -203,8 +212,8 @@ class Grower:
       is given back, also when an error ends the call.
 
     Raises:
-      ValueError: if there is no task or no backbone, or if a plan forks
-        anywhere but before an action.
+      ValueError: if there is no task or no backbone, if a plan forks anywhere
+        but at an action token, or, in debug mode, if a tree is unsound.
     """
     if not tasks or num_backbones < 1:
       raise ValueError(
@@ -214,10 +223,16 @@ class Grower:
     growth = _Growth(self, params, tasks, rng_key, greedy)
     try:
       growth.lay_backbones(num_backbones, is_last=not branch)
+      tree, unspent = growth.tree(), 0
       for stage, policy in enumerate(branch, start=1):
-        plan = policy(growth.tree())
-        growth.fork(plan, birth=stage, is_last=stage == len(branch))
-      return Rollout(growth.tree(), growth.compute, growth.statuses)
+        plan = jax.tree.map(np.asarray, policy(tree))
+        unspent += 0 if plan.unspent is None else int(np.sum(plan.unspent))
+        if (plan.count > 0).any():
+          growth.fork(tree, plan, birth=stage, is_last=stage == len(branch))
+          tree = growth.tree()
+      if self.debug:
+        tree.validate()
+      return Rollout(tree, growth.compute, growth.statuses, unspent)
     finally:
       growth.release()
 
@@ -235,6 +250,7 @@ class _Growth:
     )
     self._archive = _Archive()
     self._builders = [trees.TreeBuilder() for _ in tasks]
+    # By the handle of a node that begins at or inside the decision's action.
     self._decisions: list[dict[int, _Decision]] = [{} for _ in tasks]
     self._num_leaves_of = [0] * len(tasks)
     self._num_leaves = 0
@@ -260,7 +276,7 @@ class _Growth:
     # A prompt's cache row is that of leaf -1 - tree: of no episode.
     owners = [-1 - tree for tree in range(num_tasks)]
     self._archive.add(self._read_prompts(prompts), owners)
-    decisions = []
+    decisions, roots = [], []
     for tree, prompt in enumerate(prompts):
       pending = np.zeros(self._grower.chunk, np.int32)
       pending[0] = prompt[-1]
@@ -268,29 +284,64 @@ class _Growth:
           types.NO_PARENT, prompt, anchor=int(first.anchor[tree])
       )
       decision = _Decision(
-          tree, root, owners[tree], len(prompt) - 1, pending, 1,
+          tree, owners[tree], len(prompt) - 1, pending, 1,
           first.commands[tree], int(first.handles[tree]), 0,
+          np.zeros(self._grower.action_length, np.int32), 0,
       )
       decisions += [decision] * num_backbones
-    self._run(decisions, 0, is_last)
+      roots += [root] * num_backbones
+    self._run(decisions, roots, 0, is_last)
 
-  def fork(self, plan: types.BranchPlan, birth: int, is_last: bool) -> None:
-    """Runs the forks of a plan, `birth` being the number of its stage."""
-    nodes, offsets, counts = map(
-        np.asarray, (plan.node, plan.offset, plan.count)
-    )
-    decisions = []
-    for tree, slot in zip(*np.nonzero(counts > 0)):
-      decision = self._decisions[tree].get(int(nodes[tree, slot]))
-      if decision is None or offsets[tree, slot] != 0:
-        raise ValueError(
-            'expected forks before an action, at offset 0 of its node; got node'
-            f' {nodes[tree, slot]} of tree {tree} at offset'
-            f' {offsets[tree, slot]}'
-        )
-      decisions += [decision] * int(counts[tree, slot])
-    if decisions:
-      self._run(decisions, birth, is_last)
+  def fork(
+      self, tree: trees.Tree, plan: types.BranchPlan, birth: int, is_last: bool
+  ) -> None:
+    """Runs the forks of a plan.
+
+    Args:
+      tree: the trees as they are, which the plan speaks of.
+      plan: on the host, with at least one fork.
+      birth: the number of the stage.
+      is_last: whether nothing is forked after it.
+    """
+    _check_plan(tree, plan)
+    decisions, nodes = [], []
+    for b, counts in enumerate(plan.count):
+      used = np.flatnonzero(counts > 0)
+      for slot, decision, node in zip(
+          used, *self._split(b, plan.node[b, used], plan.offset[b, used])
+      ):
+        decisions += [decision] * int(counts[slot])
+        nodes += [node] * int(counts[slot])
+    self._run(decisions, nodes, birth, is_last)
+
+  def _split(
+      self, tree: int, nodes: np.ndarray, offsets: np.ndarray
+  ) -> tuple[list[_Decision], list[int]]:
+    """Splits a tree where it is forked.
+
+    Args:
+      tree: which tree.
+      nodes: [F] indices into the tree as it is.
+      offsets: [F] of an action token of the node each.
+
+    Returns:
+      What each fork decides, with the tokens that it keeps of the action, and
+      the handle of the node that it is a child of.
+    """
+    builder, known = self._builders[tree], self._decisions[tree]
+    tails = [builder.handle(node) for node in nodes]
+    decisions = [
+        known[tail]._replace(kept=known[tail].kept + int(offset))
+        for tail, offset in zip(tails, offsets)
+    ]
+    heads = builder.fork_points(nodes, offsets)
+    # From left to right: a head begins where the part before it ended.
+    for i in np.argsort(offsets, kind='stable'):
+      head, tail = heads[i], tails[i]
+      if offsets[i] > 0 and head not in known:
+        known[head] = known[tail]
+        known[tail] = decisions[i]
+    return decisions, heads
 
   def _read_prompts(self, prompts: list[list[int]]) -> sampling.Cache:
     """Returns a cache of all prompts, each without its last token."""
@@ -305,9 +356,15 @@ class _Growth:
     cache = sampling.empty_cache(self._grower.model_config, num_rows, size)
     return self._grower.prefill(self._params, cache, tokens, lengths)
 
-  def _run(self, decisions: list[_Decision], birth: int, is_last: bool):
-    """Runs an episode from each decision until all have ended."""
-    rows, leaves = self._start(decisions)
+  def _run(
+      self,
+      decisions: list[_Decision],
+      nodes: list[int],
+      birth: int,
+      is_last: bool,
+  ) -> None:
+    """Runs an episode from each decision, below its node, to its end."""
+    rows, leaves = self._start(decisions, nodes)
     while True:
       rows = self._make_room(rows)
       before = _to_host(rows)
@@ -340,9 +397,9 @@ class _Growth:
     self._grower.seconds[part] += time.perf_counter() - start
 
   def _start(
-      self, decisions: list[_Decision]
+      self, decisions: list[_Decision], nodes: list[int]
   ) -> tuple[sampling.Rows, list[_Leaf]]:
-    """Returns the rows of new leaves that begin at `decisions`."""
+    """Returns the rows of new leaves that go on from `nodes`."""
     numbered = []
     for decision in decisions:
       numbered.append((decision, self._num_leaves_of[decision.tree]))
@@ -352,6 +409,7 @@ class _Growth:
     # Rows that pad the bucket repeat the last decision, and are never active.
     padded = numbered + numbered[-1:] * (num_rows - len(numbered))
     column = lambda name: np.array([getattr(d, name) for d, _ in padded])
+    is_forced = np.arange(self._grower.action_length) < column('kept')[:, None]
     fold_in = jax.vmap(jax.random.fold_in)
     rows = sampling.Rows(
         cache=cache._replace(lengths=jnp.asarray(column('length'), jnp.int32)),
@@ -365,10 +423,12 @@ class _Growth:
         ),
         turns=jnp.asarray(column('turn'), jnp.int32),
         greedy=jnp.full(num_rows, self._greedy),
+        forced=jnp.asarray(np.where(is_forced, column('action'), 0)),
+        num_forced=jnp.asarray(column('kept'), jnp.int32),
     )
     leaves = [
-        _Leaf(self._num_leaves + i, decision.tree, decision.parent)
-        for i, decision in enumerate(decisions)
+        _Leaf(self._num_leaves + i, decision.tree, node)
+        for i, (decision, node) in enumerate(zip(decisions, nodes))
     ]
     self._num_leaves += len(leaves)
     return rows, leaves
@@ -389,12 +449,15 @@ class _Growth:
     # What an episode's last action showed was never read by the policy.
     shown = np.where(ended, 0, result.observation_length)
     is_shown = np.arange(result.observation.shape[1]) < shown[:, None]
-    keep = np.concatenate([actions.mask, is_shown], axis=1)
+    step = np.arange(actions.mask.shape[1])
+    # What was forced stands above the node already.
+    is_drawn = actions.mask & (step >= before.num_forced[:, None])
+    keep = np.concatenate([is_drawn, is_shown], axis=1)
     tokens = np.concatenate([actions.tokens, result.observation], axis=1)
     off = is_shown.shape[1]  # Observations have no log-probs.
     is_action, log_probs, entropies = (
         np.pad(x, ((0, 0), (0, off)))
-        for x in (actions.mask, actions.log_probs, actions.entropies)
+        for x in (is_drawn, actions.log_probs, actions.entropies)
     )
     allowed = actions.allowed
     if allowed is not None:
@@ -415,17 +478,31 @@ class _Growth:
           anchor=int(result.anchor[row]),
       )
       self._decisions[leaf.tree][node] = _Decision(
-          leaf.tree, leaf.node, leaf.number, int(before.lengths[row]),
+          leaf.tree, leaf.number, int(before.lengths[row]),
           before.pending[row], int(before.pending_length[row]),
           before.commands[row], int(before.handles[row]),
-          int(before.turns[row]),
+          int(before.turns[row]), actions.tokens[row],
+          int(before.num_forced[row]),
       )
       leaf.node = node
     self.statuses.update(result.status[before.active].tolist())
     self.compute = Compute(
         self.compute.environment_steps + int(before.active.sum()),
-        self.compute.generated_tokens + int(actions.mask.sum()),
+        self.compute.generated_tokens + int(is_drawn.sum()),
     )
+
+
+def _check_plan(tree: trees.Tree, plan: types.BranchPlan) -> None:
+  """Raises ValueError where a plan forks elsewhere than at an action token."""
+  _, num_nodes, num_tokens = tree.action_mask.shape
+  for b, slot in np.argwhere(plan.count > 0):
+    node, offset = int(plan.node[b, slot]), int(plan.offset[b, slot])
+    is_inside = 0 <= node < num_nodes and 0 <= offset < num_tokens
+    if not (is_inside and tree.action_mask[b, node, offset]):
+      raise ValueError(
+          'expected forks at an action token, before or inside an action; got'
+          f' node {node} at offset {offset} of tree {b}, which is none'
+      )
 
 
 class _HostRows(NamedTuple):
@@ -438,6 +515,7 @@ class _HostRows(NamedTuple):
   handles: np.ndarray
   active: np.ndarray
   turns: np.ndarray
+  num_forced: np.ndarray
 
 
 def _to_host(rows: sampling.Rows) -> _HostRows:

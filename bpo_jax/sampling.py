@@ -53,10 +53,12 @@ class Rows(NamedTuple):
   keys: jax.Array  # [R] key        one per leaf, never used itself
   turns: jax.Array  # [R] int32      actions taken on this path so far
   greedy: jax.Array  # [R] bool       take the likeliest token, do not draw
+  forced: jax.Array  # [R, U] int32   how the next action begins, 0-padded
+  num_forced: jax.Array  # [R] int32      tokens of it that are not drawn
 
 
 class Actions(NamedTuple):
-  """What was drawn in one turn; zeros off `mask`."""
+  """The actions of one turn, forced tokens included; zeros off `mask`."""
 
   tokens: jax.Array  # [R, U] int32
   mask: jax.Array  # [R, U] bool
@@ -275,7 +277,8 @@ def make_draw(
 
   It draws token `step` of the actions of which `drawn` [R, U] holds the tokens
   before, from the hidden states [R, width] of what precedes it and the uniforms
-  [R, U] of the turn, and returns `Actions` without the axis U.
+  [R, U] of the turn, and returns `Actions` without the axis U. A forced token
+  takes the place of what was drawn, with the log-prob that it has.
   """
 
   def draw(params, rows, uniforms, hidden, drawn, step):
@@ -294,6 +297,8 @@ def make_draw(
         jnp.argmax(log_probs, axis=-1),
         inverse_cdf(log_probs, uniforms[:, step]),
     ).astype(jnp.int32)
+    forced = jnp.take(rows.forced, step, axis=1)
+    token = jnp.where(step < rows.num_forced, forced, token)
     log_prob = jnp.take_along_axis(log_probs, token[:, None], axis=-1)[:, 0]
     drawn_now = Actions(
         tokens=token,
@@ -426,6 +431,7 @@ def make_advance(
         handles=jnp.where(active, result.handles, 0),
         active=active,
         turns=turns,
+        num_forced=jnp.zeros_like(rows.num_forced),
     )
     return rows, result
 

@@ -7,6 +7,7 @@ the root is an ordinary trajectory. `Tree` is the padded batch that kernels see,
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 
 import chex
 import jax.numpy as jnp
@@ -65,6 +66,7 @@ class Tree:
     """
     _check_arrays(self)
     _check_shape_of_trees(self)
+    _check_nodes(self)
     _check_tokens(self)
 
 
@@ -147,6 +149,7 @@ _DTYPES = dict(
     birth='int32', anchor='int32', allowed='uint32')
 _PER_TOKEN = ('tokens', 'token_mask', 'action_mask', 'behaviour_log_probs',
               'entropies')
+_ROUNDING = 1e-6  # Nats, of a softmax in float32.
 
 
 def _check_arrays(tree):
@@ -168,47 +171,91 @@ def _check_arrays(tree):
       raise ValueError(f'{name}: expected shape {expected}, got {got}')
 
 
-def _refuse(bad, message):
-  """Raises ValueError with the first index where `bad` holds."""
+def _refuse(bad, name, values, expected):
+  """Raises ValueError with the first entry of `values` where `bad` holds."""
   where = np.argwhere(bad)
   if len(where):
     axes = ('tree', 'node', 'token')
-    index = ', '.join(f'{a} {i}' for a, i in zip(axes, where[0].tolist()))
-    raise ValueError(f'{message}; first at {index}, {len(where)} in all')
+    first = tuple(where[0].tolist())
+    index = ', '.join(f'{axis} {i}' for axis, i in zip(axes, first))
+    raise ValueError(
+        f'{name}: expected {expected}, got {np.asarray(values)[first]}; first '
+        f'at {index}, {len(where)} in all')
 
 
 def _check_shape_of_trees(tree):
-  """Checks roots, parents, padding and ends of episodes."""
+  """Checks which nodes are real, and who is whose parent."""
   parents, real = np.asarray(tree.parents), np.asarray(tree.node_mask)
+  refuse = functools.partial(_refuse, name='parents', values=parents)
   index = np.arange(parents.shape[1])
   root = real & (parents == types.NO_PARENT)
   has_parent = parents != types.NO_PARENT
-  _refuse(has_parent & ~real, 'parents: expected NO_PARENT on padding')
-  _refuse(root & (index > 0), 'parents: expected the root at node 0 alone')
-  _refuse(real.any(axis=1) & ~root[:, 0], 'parents: expected a root at node 0')
-  _refuse(has_parent & ((parents < 0) | (parents >= index)),
-          'parents: expected an index from 0 to below the node\'s own')
-  above = np.maximum(parents, 0)
-  done = np.asarray(tree.terminal) | np.asarray(tree.truncated)
-  _refuse(has_parent & ~np.take_along_axis(real, above, axis=1),
-          'parents: expected a real node, got padding')
-  _refuse(has_parent & np.take_along_axis(done, above, axis=1),
-          'parents: expected no child of a terminal or truncated node')
-  _refuse(real & ~np.isfinite(tree.rewards), 'rewards: expected finite rewards')
-  _refuse(real & (np.asarray(tree.birth) < 0), 'birth: expected 0 or more')
+  refuse(has_parent & ~real, expected='NO_PARENT on padding')
+  refuse(root & (index > 0), expected='the root at node 0 alone')
+  refuse((real.any(axis=1) & ~root[:, 0])[:, None],
+         expected='a root at node 0')
+  refuse(has_parent & ((parents < 0) | (parents >= index)),
+         expected='an index from 0 to below the node\'s own')
+  refuse(has_parent & ~_at_parent(real, parents),
+         expected='a real node, not padding')
+
+
+def _check_nodes(tree):
+  """Checks what is recorded of every node."""
+  parents, real = np.asarray(tree.parents), np.asarray(tree.node_mask)
+  terminal, truncated, rewards, birth, anchor = map(np.asarray, (
+      tree.terminal, tree.truncated, tree.rewards, tree.birth, tree.anchor))
+  has_parent = parents != types.NO_PARENT
+  for name, ended in (('terminal', terminal), ('truncated', truncated)):
+    _refuse(ended & ~real, name, ended, 'False on padding')
+    _refuse(has_parent & _at_parent(ended, parents), 'parents', parents,
+            f'no child of a {name} node')
+  _refuse(terminal & truncated, 'truncated', truncated,
+          'False where terminal is True')
+  _refuse(real & ~np.isfinite(rewards), 'rewards', rewards, 'finite rewards')
+  _refuse(real & (birth < 0), 'birth', birth, '0 or more')
+  _refuse(real & ~has_parent & (birth > 0), 'birth', birth, '0 at the root')
+  _refuse(has_parent & (birth < _at_parent(birth, parents)), 'birth', birth,
+          'at least that of the parent')
+  _refuse(real & (anchor < types.UNKNOWN_ANCHOR), 'anchor', anchor,
+          f'{types.UNKNOWN_ANCHOR} or more')
 
 
 def _check_tokens(tree):
   """Checks the masks over tokens and what is recorded of each action."""
-  mask, action = np.asarray(tree.token_mask), np.asarray(tree.action_mask)
+  tokens, mask, action = map(
+      np.asarray, (tree.tokens, tree.token_mask, tree.action_mask))
   real = np.asarray(tree.node_mask)[..., None]
-  _refuse(mask & ~real, 'token_mask: expected False on padding nodes')
-  _refuse(mask[..., 1:] & ~mask[..., :-1],
-          'token_mask: expected real tokens to be a prefix of the node')
-  _refuse(action & ~mask, 'action_mask: expected a subset of token_mask')
-  for name in ('behaviour_log_probs', 'entropies'):
-    _refuse(action & ~np.isfinite(getattr(tree, name)),
-            f'{name}: expected finite values at action tokens')
+  _refuse(mask & ~real, 'token_mask', mask, 'False on padding nodes')
+  starts_late = mask & ~np.pad(mask, ((0, 0), (0, 0), (1, 0)),
+                               constant_values=True)[..., :-1]
+  _refuse(starts_late, 'token_mask', mask, 'a prefix of the node')
+  _refuse(action & ~mask, 'action_mask', action, 'a subset of token_mask')
+  _refuse(mask & (tokens < 0), 'tokens', tokens, '0 or more at real tokens')
+  for name, sign, bound in (('behaviour_log_probs', 1, 'at most'),
+                            ('entropies', -1, 'at least')):
+    values = np.asarray(getattr(tree, name))
+    _refuse(action & ~np.isfinite(values), name, values,
+            'finite values at action tokens')
+    _refuse(action & (sign * values > _ROUNDING), name, values,
+            f'{bound} 0 at action tokens')
+    _refuse(~action & (values != 0), name, values, '0 off action tokens')
+  if tree.allowed is not None:
+    _check_allowed(tokens, action, np.asarray(tree.allowed))
+
+
+def _check_allowed(tokens, action, allowed):
+  """Checks that every token drawn is one that could be drawn."""
+  word, bit = np.divmod(np.maximum(tokens, 0), 32)
+  last = allowed.shape[-1] - 1
+  words = np.take_along_axis(allowed, np.minimum(word, last)[..., None], -1)
+  is_allowed = (word <= last) & ((words[..., 0] >> bit.astype('u4')) & 1 > 0)
+  _refuse(action & ~is_allowed, 'tokens', tokens,
+          'a token of `allowed` at action tokens')
+
+
+def _at_parent(values, parents):
+  return np.take_along_axis(values, np.maximum(parents, 0), axis=1)
 
 
 @dataclasses.dataclass
@@ -360,6 +407,13 @@ class TreeBuilder:
         cuts[handle] = offset
     return points
 
+  def handle(self, index: int) -> int:
+    """Returns the handle of the node at an index of the tree as built now."""
+    if not 0 <= index < len(self):
+      raise ValueError(
+          f'expected an index from 0 to {len(self) - 1}, got {index}')
+    return self._order[index]
+
   def index(self, handle: int) -> int:
     """Returns the node's index in the tree as built now."""
     self._check_handle(handle)
@@ -407,7 +461,7 @@ class TreeBuilder:
     """Returns the tree padded to [num_nodes, num_tokens]."""
     if not self._nodes:
       raise ValueError('expected at least a root, got an empty builder')
-    tree = _empty((num_nodes, num_tokens), num_words)
+    tree = empty((num_nodes, num_tokens), num_words)
     index = {handle: i for i, handle in enumerate(self._order)}
     for i, handle in enumerate(self._order):
       node = self._nodes[handle]
@@ -448,7 +502,7 @@ def stack(builders: Sequence[TreeBuilder], num_nodes: int | None = None,
   words = {tree.allowed.shape[-1] for tree in trees if tree.allowed is not None}
   if len(words) > 1:
     raise ValueError(f'allowed: expected one number of words, got {words}')
-  batch = _empty((
+  batch = empty((
       _size('num_trees', num_trees, len(trees), 0),
       _size('num_nodes', num_nodes, nodes, bucket),
       _size('num_tokens', num_tokens, tokens, bucket)), sum(words))
@@ -460,8 +514,8 @@ def stack(builders: Sequence[TreeBuilder], num_nodes: int | None = None,
   return batch
 
 
-def _empty(shape, num_words):
-  """Returns a tree of padding; shape [..., N, T]."""
+def empty(shape: tuple[int, ...], num_words: int = 0) -> Tree:
+  """Returns padding of shape (..., N, T), with allowed sets of some words."""
   def make(name):
     fill = dict(parents=types.NO_PARENT, anchor=types.UNKNOWN_ANCHOR)
     size = shape if name in _PER_TOKEN else shape[:-1]
@@ -474,15 +528,20 @@ def _empty(shape, num_words):
   return Tree(**fields, allowed=allowed)
 
 
+def bucketed(size: int, bucket: int) -> int:
+  """Returns bucket x a power of two, the least that holds `size`; 0: itself."""
+  room = max(bucket, 1)
+  while bucket and room < size:
+    room *= 2
+  return room if bucket else int(size)
+
+
 def _size(name, given, needed, bucket):
-  if given is not None:
-    if given < needed:
-      raise ValueError(f'{name}: expected at least {needed}, got {given}')
-    return given
-  size = max(bucket, 1)
-  while bucket and size < needed:
-    size *= 2
-  return size if bucket else int(needed)
+  if given is None:
+    return bucketed(needed, bucket)
+  if given < needed:
+    raise ValueError(f'{name}: expected at least {needed}, got {given}')
+  return given
 
 
 def _row(name, values, length, dtype):

@@ -133,27 +133,58 @@ def accumulate_down(combine: Callable, values: types.ArrayTree,
   """Accumulates from the root down: y[n] = combine(y[parents[n]], x[n]).
 
   Args:
-    combine: takes the parent's result and the node's own entry; a function of a
-      module.
+    combine: takes the parent's result and the node's own entry, element by
+      element; a function of a module.
     values: pytree of [..., N] arrays x.
     parents: [..., N] int32, NO_PARENT for the root and for padding.
 
   Returns:
     A pytree like `values`; y[n] = x[n] where there is no parent.
   """
-  return visit_nodes(_visit_down(combine), values, parents)
+  return _accumulate(combine, values, parents, reverse=False)
+
+
+def accumulate_back(combine: Callable, values: types.ArrayTree,
+                    heirs: chex.Array) -> types.ArrayTree:
+  """Accumulates against the way down: y[n] = combine(y[heirs[n]], x[n]).
+
+  Args:
+    combine: takes the heir's result and the node's own entry, element by
+      element; a function of a module.
+    values: pytree of [..., N] arrays x.
+    heirs: [..., N] int32, one child of every node, or -1.
+
+  Returns:
+    A pytree like `values`; y[n] = x[n] where there is no heir.
+  """
+  return _accumulate(combine, values, heirs, reverse=True)
+
+
+def _accumulate(combine, values, pointers, reverse):
+  # A step reads one row [...], next to each other in memory, not one column.
+  values, pointers = jax.tree.map(
+      lambda x: jnp.moveaxis(jnp.asarray(x), -1, 0), (values, pointers))
+  rows = jnp.arange(pointers.shape[0]), pointers, values
+  results, _ = jax.lax.scan(
+      _combine_one(combine), values, rows, reverse=reverse)
+  return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), results)
 
 
 @functools.cache
-def _visit_down(combine):
-  def visit(node, values, parents):
-    parent = parents[node]
-    own = jax.tree.map(lambda x: x[node], values)
-    merged = combine(jax.tree.map(lambda x: x[parent], values), own)
-    return jax.tree.map(
-        lambda x, m, o: x.at[node].set(jnp.where(parent < 0, o, m)),
-        values, merged, own)
-  return visit
+def _combine_one(combine):
+  def step(results, row):
+    node, pointer, own = row
+    index = jnp.maximum(pointer, 0)[None]
+    ahead = jax.tree.map(
+        lambda y: jnp.take_along_axis(y, index, axis=0)[0], results)
+    # Else every use of what is gathered would gather it again.
+    merged = combine(jax.lax.optimization_barrier(ahead), own)
+    merged = jax.tree.map(
+        lambda m, x: jnp.where(pointer < 0, x, m), merged, own)
+    # Else the results would be copied, to be read while they are written.
+    merged = jax.lax.optimization_barrier(merged)
+    return jax.tree.map(lambda y, m: y.at[node].set(m), results, merged), None
+  return step
 
 
 def sum_above(values: chex.Array, parents: chex.Array) -> types.Array:

@@ -8,8 +8,10 @@ from typing import Any
 
 from absl import logging
 import jax
+import jax.numpy as jnp
 import optax
 
+from bpo_jax import algorithms
 from bpo_jax import checkpoint
 from bpo_jax import learner
 from bpo_jax import rollout
@@ -22,8 +24,6 @@ from environments import codec as codecs
 from environments import store as stores
 from environments.alfworld import terse
 from experiments import configs
-
-_ACTION_LENGTH = 3  # Verb, name, number.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ def make_agent(config: configs.AgentConfig) -> Agent:
       phrasebook,
       tokenizer,
       observation_length=config.observation_length,
-      action_length=_ACTION_LENGTH,
+      action_length=config.action_length,
       max_commands=config.max_commands,
   )
   batched = callbacks.BatchedEnvironment(stores.StateStore(environment), codec)
@@ -133,7 +133,7 @@ def make_agent(config: configs.AgentConfig) -> Agent:
       )
   )
   sampler = sampling.SamplerConfig(
-      action_length=_ACTION_LENGTH,
+      action_length=config.action_length,
       constrained=config.constrained,
       temperature=config.temperature,
   )
@@ -183,8 +183,33 @@ def make_optimizer(config: configs.TrainConfig) -> optax.GradientTransformation:
   )
 
 
-def init_state(config: configs.TrainConfig, params: dict) -> learner.TrainState:
-  """Returns the state of a run at its start, which takes over `params`."""
-  return learner.init_state(
-      params, make_optimizer(config), jax.random.key(config.seed)
+def learning_model(
+    config: configs.TrainConfig, agent: Agent
+) -> transformer.Transformer:
+  """Returns the network with the value head that the algorithm may need."""
+  has_critic = 'value head' in algorithms.get(config.algorithm).needs
+  return transformer.Transformer(
+      dataclasses.replace(agent.model.config, value_head=has_critic)
   )
+
+
+def init_state(
+    config: configs.TrainConfig, agent: Agent, params: dict
+) -> learner.TrainState:
+  """Returns the state of a run that starts from a policy's parameters.
+
+  What the algorithm needs besides, a value head or a second policy, is added.
+  The update consumes the arrays that it is given: these are copies.
+  """
+  needs = algorithms.get(config.algorithm).needs
+  optimizer, rng_key = make_optimizer(config), jax.random.key(config.seed)
+  network = learning_model(config, agent).config
+  whole = transformer.init_params(network, rng_key) | params
+  copy = lambda tree: jax.tree.map(jnp.copy, tree)
+  auxiliary = {}
+  if 'implicit reward' in needs:
+    auxiliary['implicit_reward'] = learner.init_state(
+        copy(params), optimizer, copy(rng_key)
+    )
+  state = learner.init_state(copy(whole), optimizer, copy(rng_key))
+  return state._replace(auxiliary=auxiliary)

@@ -1,32 +1,20 @@
-"""Configs of the experiments, and the algorithm that a config spells out.
+"""Configs of the experiments.
 
 A default of None in an optional field means the algorithm's own default.
 """
 
-from collections.abc import Callable
 import dataclasses
-import functools
-import inspect
-from typing import Any
 
-from bpo_jax import advantages
 from bpo_jax import algorithms
-from bpo_jax import branching
-from bpo_jax import learner
-from bpo_jax import returns
-from bpo_jax import types
+from bpo_jax import objectives
 from experiments import config_fields
+from experiments import methods
 
 field = config_fields.field
 check = config_fields.check
 
 # Five minutes on two cores for one, twenty for the other.
 _DEFAULT_UPDATES = {'household': 40, 'alfworld': 120}
-
-_SELECTIONS = {
-    'top_m': branching.top_entropy,
-    'causal': branching.causal_threshold,
-}
 
 _MAX_SEED = 2**32 - 1  # JAX takes no more bits of it.
 _MOST = 2**31 - 1  # What is counted is counted in int32.
@@ -84,13 +72,24 @@ class AgentConfig:
       )
 
   @property
+  def action_length(self) -> int:
+    """Tokens of the longest action: verb, name, number."""
+    return 3
+
+  @property
   def turn_limit(self) -> int:
     """Actions after which an episode is truncated."""
     return self.max_turns or _TURN_LIMITS[self.env]
 
 
+OptionConfig = dataclasses.make_dataclass(
+    'OptionConfig', methods.option_fields(), bases=(AgentConfig,), frozen=True,
+    namespace={'__doc__': 'Options of algorithms, those that have them.'},
+)
+
+
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(AgentConfig):
+class TrainConfig(OptionConfig):
   """One training run; None leaves a choice to the algorithm's defaults."""
 
   # Algorithm.
@@ -107,56 +106,25 @@ class TrainConfig(AgentConfig):
       None, 'K, siblings at a branch point: K - 1 forks and what was there.',
       min=2,
   )
+  branch_policy: str | None = field(
+      None, "Where trees are forked; None for the algorithm's own policy.",
+      choices=tuple(sorted(methods.POLICIES)),
+  )
   selection: str | None = field(
       None,
-      'How branch points are chosen: top_m, the largest entropies after the'
-      ' fact, or causal, the first above a threshold (bpo, bpo_rb).',
-      choices=tuple(_SELECTIONS),
+      'Short for two branch policies: top_m, the largest entropies after the'
+      ' fact, is top_entropy, and causal is causal_threshold.',
+      choices=('top_m', 'causal'),
   )
-  min_spacing: int | None = field(
-      None,
-      'Tokens between two branch points of a path; None for 8, two turns in the'
-      ' terse wording.',
-      min=0,
+  num_stages: int | None = field(
+      None, 'How often trees are branched, each time on the newest forks.',
+      min=1, max=8,
   )
   entropy_quantile: float = field(
       0.7,
       'For causal branching: fork where the entropy exceeds this quantile of'
       ' that of earlier updates.',
       min=0.0, max=1.0,
-  )
-  lambda_: float | None = field(
-      None, 'Factor on prefix credit per action of distance.', min=0.0, max=1.0
-  )
-  prefix_credit: str | None = field(
-      None, 'Credit of what led to a branch point (bpo).',
-      choices=advantages.PREFIX_CREDITS,
-  )
-  root_group: bool | None = field(
-      None, 'Whether several backbones are a sibling group (bpo).'
-  )
-  node_weighting: str | None = field(
-      None, 'Weights of tree tokens (bpo, bpo_rb).',
-      choices=advantages.NODE_WEIGHTINGS,
-  )
-  node_values: str | None = field(
-      None, 'What stands for the return of a sibling (bpo, bpo_rb).',
-      choices=returns.AGGREGATES,
-  )
-  incumbent: str | None = field(
-      None, 'What was there before a fork, in the loss (bpo, bpo_rb).',
-      choices=advantages.INCUMBENTS,
-  )
-  scale: str | None = field(
-      None, 'What advantages are divided by; none for Dr. GRPO (grpo).',
-      choices=advantages.SCALES,
-  )
-  path_weighting: str | None = field(
-      None, 'Whether every token or every path weighs alike (grpo, rloo).',
-      choices=advantages.PATH_WEIGHTINGS,
-  )
-  rho: float | None = field(
-      None, 'Trust in the siblings as a baseline (bpo_rb).', min=0.0, max=1.0
   )
 
   # Budget: whichever is spent first ends the run.
@@ -182,14 +150,20 @@ class TrainConfig(AgentConfig):
   )
   weight_decay: float = field(0.0, 'Decoupled weight decay.', min=0.0)
   max_gradient_norm: float = field(1.0, 'Global norm to clip at.', min=1e-6)
-  clip_epsilon_low: float | None = field(
-      None, 'The ratio is clipped below 1 - this.', min=0.0, max=1.0
-  )
-  clip_epsilon_high: float | None = field(
-      None, 'The ratio is clipped above 1 + this.', min=0.0
-  )
   kl_coef: float | None = field(
       None, 'Weight of the KL term to the warm-started policy.', min=0.0
+  )
+  kl_estimator: str | None = field(
+      None, 'Sampled divergence; k2 has the gradient of KL(policy || start).',
+      choices=objectives.KL_ESTIMATORS,
+  )
+  reducer: str | None = field(
+      None, 'How terms per token become one loss.',
+      choices=objectives.REDUCERS,
+  )
+  value_coef: float = field(
+      0.5, 'Weight of the value loss, for algorithms with a value head.',
+      min=0.0,
   )
   entropy_coef: float = field(0.0, 'Weight of the entropy bonus.', min=0.0)
   epochs: int = field(1, 'Passes over the data of an update.', min=1)
@@ -233,10 +207,13 @@ class TrainConfig(AgentConfig):
   tensorboard: bool = field(
       True, 'Write TensorBoard files where tensorboardX is installed.'
   )
+  debug: bool = field(
+      False, 'Check every batch of trees and its credit before training on it.'
+  )
 
   def __post_init__(self):
     super().__post_init__()
-    method(self)  # Refuses options that the algorithm does not have.
+    methods.make(self)  # Refuses options that the algorithm does not have.
     if self.resume and self.workdir is None:
       raise ValueError('--resume needs the --workdir of the run to go on with')
 
@@ -289,111 +266,3 @@ MAY_CHANGE = (
     'save_every', 'cache_dir', 'tensorboard', 'eval_every', 'eval_tasks',
     'eval_passes', 'eval_split',
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-  """An algorithm with a config's choices filled in.
-
-  Attributes:
-    num_backbones: first trajectories of each task.
-    credit: tree -> Credit.
-    plan: (tree, threshold in nats) -> BranchPlan; None where only the root
-      branches. A policy without a threshold does not look at it.
-    objective: (log_probs, behaviour_log_probs, advantages) -> what each token
-      adds to the surrogate, to be maximised.
-    loss: the scalars of what is added to it.
-  """
-
-  num_backbones: int
-  credit: Callable[[Any], types.Credit]
-  plan: Callable[[Any, Any], types.BranchPlan] | None
-  objective: Callable[..., Any]
-  loss: learner.LossConfig
-
-
-_ESTIMATOR_OPTIONS = (
-    'lambda_', 'prefix_credit', 'root_group', 'node_weighting', 'node_values',
-    'incumbent', 'rho', 'scale', 'path_weighting',
-)
-_LOSS_OPTIONS = ('clip_epsilon_low', 'clip_epsilon_high', 'kl_coef')
-
-
-def method(config: TrainConfig) -> Method:
-  """Returns the config's algorithm, its own defaults where the config has None.
-
-  Raises:
-    ValueError: if the config sets an option that the algorithm does not have.
-  """
-  algorithm = algorithms.get(config.algorithm)
-  chosen = lambda names: {
-      name: getattr(config, name)
-      for name in names if getattr(config, name) is not None
-  }
-  options = chosen(_ESTIMATOR_OPTIONS)
-  known = inspect.signature(algorithm.estimator).parameters
-  unknown = set(options) - set(known)
-  if unknown:
-    raise ValueError(
-        f'--{sorted(unknown)[0]} is no option of {algorithm.name}; leave it out'
-    )
-  defaults = algorithm.defaults
-  loss = {name: defaults[name] for name in _LOSS_OPTIONS}
-  num_backbones = config.num_backbones or defaults['num_backbones']
-  plan = _plan(algorithm, config, num_backbones)
-  if num_backbones == 1 and plan is None:
-    raise ValueError(
-        f'{algorithm.name} compares the trajectories of a task with each other,'
-        ' and one backbone without forks is alone: raise --num_backbones'
-    )
-  return Method(
-      num_backbones=num_backbones,
-      credit=lambda tree: algorithm.credit(tree, **options),
-      plan=plan,
-      objective=functools.partial(
-          algorithm.objective,
-          **chosen(('clip_epsilon_low', 'clip_epsilon_high')),
-      ),
-      loss=learner.LossConfig(
-          **(loss | chosen(_LOSS_OPTIONS)),
-          entropy_coef=config.entropy_coef,
-      ),
-  )
-
-
-def _plan(algorithm, config, num_backbones):
-  """Returns the branch policy with the config's choices, None without one."""
-  given = {
-      name: getattr(config, name)
-      for name in (
-          'num_branch_points', 'group_size', 'min_spacing', 'selection'
-      )
-      if getattr(config, name) is not None
-  }
-  if algorithm.branch_policy is None:
-    if given:
-      raise ValueError(
-          f'{algorithm.name} branches at the root alone; leave --{min(given)}'
-          ' out'
-      )
-    return None
-  defaults = algorithm.defaults
-  points = given.get('num_branch_points', defaults['num_branch_points'])
-  if points == 0:
-    return None
-  options = {
-      'num_branch_points': points,
-      'num_forks': given.get('group_size', defaults['num_forks'] + 1) - 1,
-      # The paper's 64 tokens are a turn or two of a language model's prose.
-      'min_spacing': given.get('min_spacing', 8),
-  }
-  policy = _SELECTIONS.get(config.selection, algorithm.branch_policy)
-  known = inspect.signature(policy).parameters
-  if 'max_per_path' in known:
-    options['max_per_path'] = -(-points // num_backbones)
-
-  def plan(tree, threshold):
-    causal = {'threshold': threshold} if 'threshold' in known else {}
-    return policy(tree, **options, **causal)
-
-  return plan

@@ -57,7 +57,7 @@ def load_policy(
   params = assembly.init_params(training, agent)
   if config.warm_start:
     return 0, checkpoint.restore(workdir / warm_start.FOLDER, params).state
-  target = assembly.init_state(training, params)
+  target = assembly.init_state(training, agent, params)
   found = assembly.restore(workdir, agent, target, config.step)
   return found.step, found.state.params
 

@@ -11,7 +11,7 @@ metrics.csv, tensorboard/ and result.json. A run that was killed goes on, bit
 for bit, with --resume and the same flags.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -27,20 +27,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bpo_jax import algorithms
 from bpo_jax import checkpoint
 from bpo_jax import learner
 from bpo_jax import metrics
-from bpo_jax import packing
 from bpo_jax import rollout
 from bpo_jax import tree as trees
 from experiments import assembly
 from experiments import config_flags
 from experiments import configs
+from experiments import methods
+from experiments import needs as needs_lib
 from experiments import scoring
 from experiments import warm_start
 
+# For --help: the table is data, and grows.
+__doc__ += (
+    '\nAlgorithms, their sources, how exact our reading is, what they need:\n\n'
+    + algorithms.describe() + '\n')
 
 _THRESHOLD_DECAY = 0.9  # Of the running quantile of entropies, per update.
+# Keys are folded in: tasks from 0 up, stages of branching from here down.
+_PLAN = 2**31 - 2
 _EVALUATION = 2**31 - 1
 
 
@@ -52,6 +60,7 @@ class Run:
     config: as the flags have it.
     agent: the policy without its parameters.
     method: the algorithm with the config's choices filled in.
+    needs: makes what the method takes besides trees.
     train_tasks: tasks to draw from.
     eval_tasks: tasks to score on.
     eval_types: the type of each of these.
@@ -62,7 +71,8 @@ class Run:
 
   config: configs.TrainConfig
   agent: assembly.Agent
-  method: configs.Method
+  method: methods.Method
+  needs: needs_lib.Needs
   train_tasks: Sequence[Any]
   eval_tasks: Sequence[Any]
   eval_types: Sequence[str]
@@ -79,22 +89,24 @@ def set_up(config: configs.TrainConfig) -> Run:
     OSError: if the workdir cannot be written to.
   """
   agent = assembly.make_agent(config)
+  agent.grower.debug = config.debug
   train_tasks = agent.environment.tasks(config.train_split)
   eval_tasks = scoring.spread(
       agent.environment.tasks(config.eval_split), config.eval_tasks
   )
   eval_types = scoring.task_types(agent.environment, eval_tasks)
   workdir = make_workdir(config)
+  method = methods.make(config, agent.tokenizer.vocab_size)
   reference = warm_start.load(config, agent, workdir)
-  # A copy: the update consumes the arrays of the state that it is given.
-  state = assembly.init_state(config, jax.tree.map(jnp.copy, reference))
+  state = assembly.init_state(config, agent, reference)
   if checkpoint.latest_step(workdir / 'checkpoints') is not None:
     state = assembly.restore(workdir, agent, state).state
     logging.info('Going on after update %d.', int(state.update))
   return Run(
       config=config,
       agent=agent,
-      method=configs.method(config),
+      method=method,
+      needs=needs_lib.Needs(config, agent, method),
       train_tasks=train_tasks,
       eval_tasks=eval_tasks,
       eval_types=eval_types,
@@ -245,59 +257,50 @@ def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
   """
   config, agent, method = run.config, run.agent, run.method
   update_fn = learner.make_update_fn(
-      agent.model,
+      assembly.learning_model(config, agent),
       assembly.make_optimizer(config),
       learner.make_policy_loss(method.loss, method.objective),
       config.temperature,
   )
   reference = run.reference if method.loss.kl_coef else None
   credit_fn = jax.jit(method.credit)
-  plan_fn = method.plan and jax.jit(method.plan)
   codec, clock = agent.batched.codec, Clock()
   clock.lap('time/saving')  # Later, that of the update before.
   while budget_spent(config, run.state) < 1.0:
     environment_seconds = agent.batched.seconds
     cut = codec.truncated_observations
-    state, number = run.state, int(run.state.update) + 1
-    branch = []
-    if plan_fn is not None:
-      branch = [lambda tree: plan_fn(bare(tree), state.branch_threshold)]
+    number = int(run.state.update) + 1
     tasks, tasks_seen = next_tasks(run)
-    grown = agent.grower.grow(
-        state.params,
-        tasks,
-        jax.random.fold_in(state.rng_key, state.update),
-        method.num_backbones,
-        branch,
-    )
+    grown = grow(run, tasks)
     clock.lap('time/sampling')
     clock.laps['time/environment'] = agent.batched.seconds - environment_seconds
-    rows = packing.pack(grown.tree, credit_fn(bare(grown.tree)))
-    batches = packing.micro_batches(rows, config.max_tokens)
+    given = run.needs.give(run.state, grown.tree, tasks)
+    clock.lap('time/needs')
+    batches = learner.make_batches(
+        given.tree, credit_fn(bare(given.tree), **given.arrays),
+        config.max_tokens, value_targets=given.value_targets,
+        old_values=given.arrays.get('values'), debug=config.debug)
     clock.lap('time/packing')
-    rate = config.learning_rate * learner.warmup_cosine(
-        budget_spent(config, state), config.warmup
+    state, rate = given.state, config.learning_rate * learner.warmup_cosine(
+        budget_spent(config, run.state), config.warmup
     )
     for _ in range(config.epochs):
       state, values = update_fn(state, batches, rate, reference)
-    # The step as well: too high a rate makes a good gradient a bad step.
-    if not np.isfinite(values['gradient/norm'] + values['parameters/norm']):
-      raise FloatingPointError(
-          f'the step of update {number} is not finite. The last checkpoint'
-          f' in {run.workdir}, if one was due before, is whole; start another'
-          ' run with a lower --learning_rate.'
-      )
+    refuse_infinite(run, number, values)
     clock.lap('time/learning')
     skipped = tasks_seen - int(state.tasks_seen) - len(tasks)
-    run.state = count_up(config, state, grown, tasks_seen)
+    run.state = count_up(run, state, grown, tasks_seen)
     yield number, {
         **tree_metrics(grown.tree),
         **values,
+        **given.metrics,
         'steps': grown.compute.environment_steps,
         'tokens': grown.compute.generated_tokens,
         'total/steps': int(run.state.environment_steps),
         'total/tokens': int(run.state.generated_tokens),
-        'rows/trained_tokens': int(rows.action_mask.sum()),
+        'tree/unspent_forks': grown.unspent,
+        'rows/trained_tokens': sum(
+            int(batch.action_mask.sum()) for batch in batches),
         'rows/computed_tokens': sum(batch.tokens.size for batch in batches),
         'learning_rate': rate,
         'branch_threshold': float(run.state.branch_threshold),
@@ -313,21 +316,48 @@ def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
     clock.lap('time/saving')
 
 
+def grow(run: Run, tasks: Sequence[Any]) -> rollout.Rollout:
+  """Returns the trees of an update, branched as often as the method says."""
+  state, method = run.state, run.method
+  update_key = jax.random.fold_in(state.rng_key, state.update)
+  stages = [
+      functools.partial(run.needs.plan, state, jax.random.fold_in(
+          update_key, _PLAN - stage))
+      for stage in range(method.num_stages)
+  ]
+  return run.agent.grower.grow(
+      state.params, tasks, update_key, method.num_backbones, stages)
+
+
+def refuse_infinite(
+    run: Run, number: int, values: Mapping[str, float]) -> None:
+  """Raises FloatingPointError if the step of an update is not finite."""
+  # The step as well: too high a rate makes a good gradient a bad step.
+  if not np.isfinite(values['gradient/norm'] + values['parameters/norm']):
+    raise FloatingPointError(
+        f'the step of update {number} is not finite. The last checkpoint'
+        f' in {run.workdir}, if one was due before, is whole; start another'
+        ' run with a lower --learning_rate.'
+    )
+
+
 def bare(tree: trees.Tree) -> trees.Tree:
   """Returns the tree without the sets of allowed tokens, which are large."""
   return tree.replace(allowed=None)
 
 
 def count_up(
-    config, state: learner.TrainState, grown: rollout.Rollout, tasks_seen: int
+    run: Run, state: learner.TrainState, grown: rollout.Rollout, tasks_seen: int
 ) -> learner.TrainState:
-  """Returns the state with an update's tasks, cost and entropies counted in."""
+  """Returns the state with an update's tasks, cost and trees counted in."""
+  config = run.config
   quantile = np.quantile(
       first_token_entropies(grown.tree), config.entropy_quantile
   )
   is_first = state.tasks_seen == 0
   keep = jnp.where(is_first, 0.0, _THRESHOLD_DECAY)
   return state._replace(
+      statistics=run.needs.observe(state.statistics, grown.tree),
       # Epochs step the optimiser several times; an update is one batch of data.
       update=state.update - config.epochs + 1,
       tasks_seen=jnp.asarray(tasks_seen, jnp.int32),

@@ -11,6 +11,7 @@ import toy_environments as toys
 from bpo_jax import packing
 from bpo_jax import rollout
 from bpo_jax import sampling
+from bpo_jax import tree as trees
 from bpo_jax import types
 from environments import base
 
@@ -80,9 +81,7 @@ def test_what_is_counted_is_in_the_tree(grown):
   assert sum(result.statuses.values()) == result.compute.environment_steps
 
 
-def test_learner_computes_what_the_sampler_recorded(grown):
-  agent, params, _, _, result = grown
-  tree = result.tree
+def learner_computes_what_was_recorded(agent, params, tree, births):
   ones = np.asarray(tree.action_mask, np.float32)
   rows = packing.pack(tree, types.Credit(advantages=ones, weights=ones))
   values = jax.jit(
@@ -91,7 +90,7 @@ def test_learner_computes_what_the_sampler_recorded(grown):
   )(params, rows)
   log_probs, entropies = (
       np.asarray(packing.unpack(x, rows, tree.tokens.shape)) for x in values)
-  for birth in (0, 1, 2):
+  for birth in births:
     mask = tree.action_mask & (tree.birth == birth)[..., None]
     assert mask.sum() > 10
     np.testing.assert_allclose(
@@ -100,6 +99,11 @@ def test_learner_computes_what_the_sampler_recorded(grown):
   assert np.ptp(tree.behaviour_log_probs[tree.action_mask]) > 0.5
   off = ~tree.action_mask
   assert not tree.behaviour_log_probs[off].any() and not log_probs[off].any()
+
+
+def test_learner_computes_what_the_sampler_recorded(grown):
+  agent, params, _, _, result = grown
+  learner_computes_what_was_recorded(agent, params, result.tree, range(3))
 
 
 def test_every_path_replays_from_the_reset(grown):
@@ -127,6 +131,157 @@ def test_only_admissible_commands_are_drawn(grown):
 
 def test_all_states_are_given_back(grown):
   assert tiny.num_held(grown[0].grower) == 0
+
+
+# Forks inside an action.
+
+
+def inside_plan(seed, points, max_forks, birth):
+  """A branch policy: random action tokens of one stage, forked a few times.
+
+  Most points lie inside an action. Its attribute `seen` keeps the trees
+  and the plan.
+  """
+  def policy(tree):
+    rng = np.random.default_rng(seed)
+    shape = (len(tree.parents), points)
+    node, offset, count = np.full(shape, -1), np.zeros(shape, int), np.zeros(
+        shape, int)
+    for b in range(shape[0]):
+      real = tree.action_mask[b] & (tree.birth[b] == birth)[:, None]
+      where = np.argwhere(real)
+      chance = np.where(where[:, 1] > 0, 9.0, 1.0)
+      picks = rng.choice(len(where), min(points, len(where)), replace=False,
+                         p=chance / chance.sum())
+      node[b, :len(picks)], offset[b, :len(picks)] = where[picks].T
+      count[b, :len(picks)] = rng.integers(1, max_forks + 1, len(picks))
+    # One point twice: its forks are siblings.
+    node[:, -1], offset[:, -1], count[:, -1] = node[:, 0], offset[:, 0], 1
+    plan = types.BranchPlan(node=node, offset=offset, count=count)
+    policy.seen = tree, plan
+    return plan
+  return policy
+
+
+@pytest.fixture(
+    scope='module',
+    params=[(True, 0.6), (False, 1.7)],
+    ids=['constrained', 'free'],
+)
+def grown_inside(request):
+  """Household trees forked inside actions, in three stages."""
+  constrained, temperature = request.param
+  agent = tiny.household(
+      MAX_TURNS, constrained=constrained, temperature=temperature)
+  agent.grower.debug = True
+  params = tiny.params_of(agent.model)
+  tasks = agent.environment.tasks('train')[4:6]  # Long commands.
+  branch = [inside_plan(0, 6, 2, birth=0), inside_plan(1, 5, 2, birth=1),
+            inside_plan(2, 6, 2, birth=0)]
+  result = agent.grower.grow(
+      params, tasks, jax.random.key(0), num_backbones=2, branch=branch)
+  yield agent, params, tasks, branch, result
+  agent.close()
+
+
+def kept_by_forks(branch, b):
+  """Yields (stage, tokens kept, whether they end inside an action, count)."""
+  for stage, policy in enumerate(branch, start=1):
+    before, plan = policy.seen
+    for node, offset, count in zip(
+        plan.node[b], plan.offset[b], plan.count[b]):
+      above = tiny.path_tokens(before, b, before.parents[b, node])
+      kept = above + before.tokens[b, node, :offset].tolist()
+      yield stage, tuple(kept), offset > 0, int(count)
+
+
+def heads(tree, branch, b):
+  """Returns the nodes of tree b that end inside an action."""
+  inside = {kept for _, kept, is_inside, _ in kept_by_forks(branch, b)
+            if is_inside}
+  return {node for node in np.flatnonzero(tree.node_mask[b]).tolist()
+          if tuple(tiny.path_tokens(tree, b, node)) in inside}
+
+
+def unsplit(tree, b, leaf, inside):
+  """Returns a path as a tree of its own, one node for every whole action."""
+  builder = trees.TreeBuilder()
+  last, begun = types.NO_PARENT, []
+  for node in tiny.path(tree, b, leaf):
+    begun.append(node)
+    if node in inside:
+      assert tree.rewards[b, node] == 0
+      continue
+    field = lambda name: np.concatenate([
+        getattr(tree, name)[b, n][tree.token_mask[b, n]] for n in begun])
+    last = builder.add(
+        last, field('tokens'), action_mask=field('action_mask'),
+        behaviour_log_probs=field('behaviour_log_probs'),
+        reward=tree.rewards[b, node], terminal=tree.terminal[b, node],
+        truncated=tree.truncated[b, node])
+    begun = []
+  assert not begun
+  return trees.stack([builder])
+
+
+def test_forks_keep_what_stands_before_them(grown_inside):
+  *_, branch, result = grown_inside
+  tree = result.tree
+  num_inside = 0
+  for b in range(2):
+    expected = collections.Counter()
+    for stage, kept, is_inside, count in kept_by_forks(branch, b):
+      expected[stage, kept] += count
+      num_inside += count * is_inside
+    births, parents = tree.birth[b], tree.parents[b]
+    starts = np.flatnonzero((births > 0) & (births != births[parents]))
+    assert expected == collections.Counter(
+        (int(births[n]), tuple(tiny.path_tokens(tree, b, parents[n])))
+        for n in starts)
+  assert num_inside > 20
+
+
+def test_a_split_keeps_every_path(grown_inside):
+  *_, branch, result = grown_inside
+  for policy in branch:
+    before, _ = policy.seen
+    for b in range(2):
+      paths, later = (
+          {tuple(tiny.path_tokens(t, b, leaf)) for leaf in tiny.leaves(t, b)}
+          for t in (before, result.tree))
+      assert paths <= later
+
+
+def test_forks_inside_an_action_replay_from_the_reset(grown_inside):
+  agent, _, tasks, branch, result = grown_inside
+  tree = result.tree
+  num_leaves = 0
+  for b, task in enumerate(tasks):
+    inside = heads(tree, branch, b)
+    for leaf in tiny.leaves(tree, b):
+      path = unsplit(tree, b, leaf, inside)
+      tiny.replay(path, 0, task, agent.environment, agent.batched.codec,
+                  MAX_TURNS)
+      num_leaves += 1
+  planned = sum(policy.seen[1].count.sum() for policy in branch)
+  assert num_leaves == 4 + planned
+
+
+def test_a_fork_inside_an_action_steps_once(grown_inside):
+  *_, branch, result = grown_inside
+  tree = result.tree
+  num_heads = sum(len(heads(tree, branch, b)) for b in range(2))
+  assert num_heads > 15
+  num_actions = tree.node_mask.sum() - len(tree.parents) - num_heads
+  assert result.compute.environment_steps == num_actions
+  assert result.compute.generated_tokens == tree.action_mask.sum()
+  assert sum(result.statuses.values()) == result.compute.environment_steps
+
+
+def test_learner_computes_what_forks_inside_an_action_recorded(grown_inside):
+  agent, params, _, _, result = grown_inside
+  learner_computes_what_was_recorded(agent, params, result.tree, range(4))
+  assert tiny.num_held(agent.grower) == 0
 
 
 # In the corridor: episodes end at different turns and are often won.
@@ -347,23 +502,96 @@ def test_parameters_that_are_no_numbers_leave_no_state(corridor):
   assert held(grower) == (0, 0)
 
 
-@pytest.mark.parametrize('node, offset', [(0, 0), (2, 1), (200, 0)])
-def test_a_fork_must_be_before_an_action(corridor, node, offset):
+def one_fork(node, offset, count=1, unspent=None):
+  """A branch policy: the first tree is forked there, and nothing else."""
+  def policy(tree):
+    shape = (len(tree.parents), 1)
+    at = lambda value, other: np.where(np.arange(shape[0]) == 0, value, other)
+    return types.BranchPlan(
+        node=at(node, -1).reshape(shape), offset=at(offset, 0).reshape(shape),
+        count=at(count, 0).reshape(shape), unspent=unspent)
+  return policy
+
+
+@pytest.mark.parametrize('node, offset', [
+    (0, 0), (0, 1), (-1, 0), (1, -1), (2, 2), (2, 99), (200, 0)])
+def test_a_fork_must_be_at_an_action_token(corridor, node, offset):
   grower, params = corridor
-  one = lambda x: np.array([[x]])
-  plan = types.BranchPlan(node=one(node), offset=one(offset), count=one(1))
-  with pytest.raises(ValueError, match='before an action'):
-    grower.grow(params, ['train/3'], jax.random.key(0), 1, [lambda _: plan])
+  where = f'node {node} at offset {offset} of tree 0, which is none'
+  with pytest.raises(ValueError, match=f'action token, .* got {where}'):
+    grower.grow(params, ['train/3'], jax.random.key(0), 1,
+                [one_fork(node, offset)])
   assert held(grower) == (0, 0)
 
 
-def test_a_plan_without_forks_is_no_fault(corridor):
+def test_a_plan_without_forks_costs_nothing(corridor):
   grower, params = corridor
   none = np.zeros((1, 2), int)
   plan = types.BranchPlan(node=none - 1, offset=none, count=none)
   grow = lambda *branch: grower.grow(
-      params, ['train/3'], jax.random.key(0), 2, branch).tree
-  jax.tree.map(np.testing.assert_array_equal, grow(), grow(lambda _: plan))
+      params, ['train/3'], jax.random.key(0), 2, branch)
+  expected, result = grow(), grow(lambda _: plan, lambda _: plan)
+  jax.tree.map(np.testing.assert_array_equal, expected.tree, result.tree)
+  assert result[1:] == expected[1:]
+
+
+def test_what_policies_left_unspent_is_summed(corridor):
+  grower, params = corridor
+  grow = lambda *branch: grower.grow(
+      params, ['train/2', 'train/3'], jax.random.key(0), 1, branch).unspent
+  assert grow() == 0
+  assert grow(one_fork(1, 0)) == 0
+  assert grow(one_fork(1, 0, unspent=np.array([2, 3])),
+              one_fork(1, 0, count=0, unspent=np.array([0, 4]))) == 9
+
+
+def test_a_fork_of_the_first_action_is_a_fresh_rollout(corridor):
+  grower, params = corridor
+  tree = grower.grow(params, ['train/3'], jax.random.key(0), 1,
+                     [one_fork(1, 0, count=3)]).tree
+  fresh = np.flatnonzero((tree.birth[0] == 1) & (tree.parents[0] == 0))
+  assert len(fresh) == 3
+  other = grower.grow(params, ['train/3'], jax.random.key(0), 4).tree
+  paths = lambda tree: sorted(
+      tuple(tiny.path_tokens(tree, 0, leaf)) for leaf in tiny.leaves(tree, 0))
+  assert paths(tree) == paths(other)
+
+
+def test_the_number_of_forks_compiles_nothing(corridor):
+  grower, params = corridor
+  grow = lambda *plans: grower.grow(
+      params, ['train/2', 'train/3'], jax.random.key(0), 2,
+      [one_fork(*plan) for plan in plans])
+  grow((1, 0), (1, 1))
+  compiled = grower.act._cache_size()  # pylint: disable=protected-access
+  grow((1, 1, 7), (2, 0, 5))
+  grow((1, 0, 2), (2, 1, 11))
+  assert grower.act._cache_size() == compiled
+
+
+def test_debug_mode_checks_the_trees_of_every_call_once(corridor, monkeypatch):
+  like, params = corridor
+  calls = []
+
+  def validate(tree):
+    calls.append(tree)
+    if len(calls) > 1:
+      raise ValueError('unsound')
+  monkeypatch.setattr(trees.Tree, 'validate', validate)
+  grow = lambda grower: grower.grow(
+      params, ['train/3'], jax.random.key(0), 1, [one_fork(1, 1)])
+  grow(tiny.corridor(like=like))
+  assert not calls
+  grower = tiny.corridor(like=like)
+  grower.debug = True
+  result = grow(grower)
+  assert len(calls) == 1 and calls[0] is result.tree
+  with pytest.raises(ValueError, match='unsound'):
+    grow(grower)
+  assert held(grower) == (0, 0)
+  assert rollout.Grower(
+      tiny.model(96), like.environment, sampling.SamplerConfig(action_length=2),
+      like.max_turns, debug=True).debug
 
 
 def test_nothing_to_grow_is_told(corridor):

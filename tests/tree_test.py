@@ -194,33 +194,99 @@ def test_allowed_is_kept_and_padded_with_all_tokens():
 
 
 def _broken(name, index, value):
+  """Returns a sound tree with one entry of one field changed."""
   builder, _, _, _ = _chain()
   tree = tree_lib.stack([builder])
+  tree.validate()
   field = getattr(tree, name).copy()
   field[index] = value
   return tree.replace(**{name: field})
 
 
 @pytest.mark.parametrize('name, index, value, message', [
-    ('parents', (0, 2), 2, 'below'),
-    ('parents', (0, 1), -7, 'index from 0'),
-    ('parents', (0, 2), -1, 'root at node 0 alone'),
-    ('parents', (0, 5), 0, 'on padding'),
-    ('node_mask', (0, 0), False, 'a root at node 0|on padding'),
-    ('node_mask', (0, 1), False, 'on padding'),
-    ('terminal', (0, 1), True, 'no child of a terminal'),
-    ('truncated', (0, 0), True, 'no child of a terminal'),
-    ('token_mask', (0, 1, 1), False, 'prefix'),
+    ('parents', (0, 2), 2, 'below the node\'s own, got 2; .* tree 0, node 2'),
+    ('parents', (0, 1), 2, 'below the node\'s own, got 2; .* tree 0, node 1'),
+    ('parents', (0, 1), -7, 'index from 0 .* got -7'),
+    ('parents', (0, 2), -1, 'root at node 0 alone, got -1; .* node 2'),
+    ('parents', (0, 5), 0, 'NO_PARENT on padding, got 0; .* node 5'),
+    ('node_mask', (0, 0), False, 'a root at node 0, got -1; .* tree 0'),
+    ('node_mask', (0, 1), False, 'NO_PARENT on padding'),
+    ('terminal', (0, 1), True, 'no child of a terminal node, got 1; .* node 2'),
+    ('truncated', (0, 0), True, 'no child of a truncated node, got 0; .*node 1'),
+    ('truncated', (0, 2), True, 'False where terminal is True, got True'),
+    ('terminal', (0, 5), True, 'terminal: expected False on padding'),
+    ('truncated', (0, 5), True, 'truncated: expected False on padding'),
+    ('token_mask', (0, 1, 1), False, 'prefix of the node.* token 2, 1 in all'),
     ('token_mask', (0, 5, 0), True, 'padding nodes'),
-    ('action_mask', (0, 1, 6), True, 'subset'),
+    ('action_mask', (0, 1, 6), True, 'subset of token_mask, got True'),
+    ('tokens', (0, 0, 1), -3, 'tokens: expected 0 or more .* got -3'),
     ('behaviour_log_probs', (0, 1, 0), np.nan, 'tree 0, node 1, token 0'),
-    ('entropies', (0, 1, 0), np.inf, 'finite'),
-    ('rewards', (0, 1), np.nan, 'tree 0, node 1'),
-    ('birth', (0, 1), -1, '0 or more'),
+    ('behaviour_log_probs', (0, 1, 0), -np.inf, 'finite values .* got -inf'),
+    ('behaviour_log_probs', (0, 1, 3), 0.01, 'at most 0 .* got 0.0099'),
+    ('behaviour_log_probs', (0, 1, 2), -1, '0 off action tokens, got -1.0'),
+    ('behaviour_log_probs', (0, 5, 0), np.nan, '0 off action tokens, got nan'),
+    ('entropies', (0, 1, 0), np.inf, 'finite values .* got inf'),
+    ('entropies', (0, 1, 3), -0.01, 'at least 0 .* got -0.0099'),
+    ('entropies', (0, 1, 2), 0.5, 'entropies: expected 0 off action tokens'),
+    ('rewards', (0, 1), np.nan, 'got nan; first at tree 0, node 1, 1 in all'),
+    ('rewards', (0, 2), -np.inf, 'finite rewards, got -inf'),
+    ('birth', (0, 1), -1, '0 or more, got -1'),
+    ('birth', (0, 0), 1, '0 at the root, got 1'),
+    ('birth', (0, 1), 1, 'at least that of the parent, got 0; .* node 2'),
+    ('anchor', (0, 1), -2, '-1 or more, got -2'),
 ])
 def test_validate_bites(name, index, value, message):
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match=message) as error:
     _broken(name, index, value).validate()
+  assert 'first at tree 0' in str(error.value)
+
+
+def test_validate_refuses_a_child_of_padding():
+  builder, _, a, _ = _chain()
+  builder.add(a, [6], terminal=True)
+  tree = tree_lib.stack([builder])
+  tree.validate()
+  hole = tree.replace(
+      node_mask=tree.node_mask & (np.arange(8) != 1),
+      parents=np.where(np.arange(8) == 1, -1, tree.parents))
+  with pytest.raises(ValueError, match='real node, not padding, got 1;.*node 2'):
+    hole.validate()
+
+
+@pytest.mark.parametrize('token, words, is_sound', [
+    (5, [1 << 5, 0], True), (5, [~(1 << 5) & 0xFFFFFFFF, 0xFFFFFFFF], False),
+    (37, [0, 1 << 5], True), (37, [1 << 5, 0], False),
+    (64, [0xFFFFFFFF, 0xFFFFFFFF], False),
+])
+def test_validate_compares_draws_with_what_was_allowed(token, words, is_sound):
+  builder = tree_lib.TreeBuilder()
+  builder.add(-1, [1])
+  builder.add(0, [3, token], action_mask=[False, True], allowed=[[0, 0], words],
+              behaviour_log_probs=[0, -1])
+  tree = tree_lib.stack([builder])
+  if is_sound:
+    tree.validate()
+    return
+  with pytest.raises(ValueError, match=f'of `allowed` .* got {token}; .*token 1'):
+    tree.validate()
+
+
+def test_validate_forgives_the_rounding_of_a_softmax():
+  tree = _broken('behaviour_log_probs', (0, 1, 0), 1e-7)
+  entropies = tree.entropies.copy()
+  entropies[0, 1, 0] = -1e-7
+  tree.replace(entropies=entropies).validate()
+
+
+def test_a_handle_is_that_of_its_index():
+  builder, _, a, _ = _chain()
+  builder.split(a, 2)
+  for index in range(4):
+    assert builder.index(builder.handle(index)) == index
+  assert builder.handle(2) == a
+  for index in (-1, 4):
+    with pytest.raises(ValueError, match=f'0 to 3, got {index}'):
+      builder.handle(index)
 
 
 def test_validate_checks_shapes_and_dtypes():

@@ -1,0 +1,96 @@
+"""Golden trajectories: known successes beside the rollouts of a task."""
+
+from collections.abc import Sequence
+import dataclasses
+
+import numpy as np
+
+from bpo_jax import tree as tree_lib
+
+
+def graft(tree: tree_lib.Tree, chains: Sequence[tree_lib.Tree | None],
+          bucket: int = 8) -> tuple[tree_lib.Tree, np.ndarray]:
+  """Hangs one more trajectory below the root of some trees, on the host.
+
+  Args:
+    tree: [B, N, T].
+    chains: for each tree another of the same prompt, [1, N', T'], whose root is
+      taken to be the tree's own; None for none.
+    bucket: sizes are rounded up to this times a power of two.
+
+  Returns:
+    The trees, with the chains' nodes after their own, and golden [B, N''] bool,
+    True at the nodes that were added.
+
+  Raises:
+    ValueError: if there is not one chain, or None, for every tree, or a root
+      differs from that of its tree.
+  """
+  num_trees, num_nodes, num_tokens = np.shape(tree.tokens)
+  if len(chains) != num_trees:
+    raise ValueError(f'chains: expected {num_trees}, one a tree or None, got '
+                     f'{len(chains)}')
+  sizes = [chain.tokens.shape[1:] for chain in chains if chain is not None]
+  extra, length = np.max([(1, 1), *sizes], axis=0)
+  room = tree_lib.bucketed(num_nodes + int(extra) - 1, bucket)
+  width = tree_lib.bucketed(max(int(length), num_tokens), bucket)
+  fields = _padded(tree, num_trees, room, width)
+  golden = np.zeros((num_trees, room), bool)
+  for b, chain in enumerate(chains):
+    if chain is not None:
+      _check_root(tree, chain, b)
+      count = int(np.sum(chain.node_mask[0])) - 1
+      start = int(np.sum(tree.node_mask[b]))
+      _place(fields, chain, b, start, count)
+      golden[b, start:start + count] = True
+  return tree_lib.Tree(**fields), golden
+
+
+def teacher_forced(tree: tree_lib.Tree, golden: np.ndarray,
+                   log_probs: np.ndarray) -> tree_lib.Tree:
+  """Returns the tree with the policy's own log-probs on golden trajectories.
+
+  They bound the step that is taken, and are no importance correction for
+  whoever laid the trajectory down.
+
+  Args:
+    tree: [B, N, T].
+    golden: [B, N] bool.
+    log_probs: [B, N, T] float32, nats, of the policy before the update.
+  """
+  on_golden = golden[..., None] & np.asarray(tree.action_mask)
+  return tree.replace(behaviour_log_probs=np.where(
+      on_golden, log_probs, tree.behaviour_log_probs).astype(np.float32))
+
+
+def _padded(tree, num_trees, num_nodes, num_tokens):
+  """Returns the fields of padding of that size, with the tree written in."""
+  words = 0 if tree.allowed is None else tree.allowed.shape[-1]
+  empty = tree_lib.empty((num_trees, num_nodes, num_tokens), words)
+  fields = {}
+  for field in dataclasses.fields(tree):
+    value = getattr(tree, field.name)
+    if value is not None:
+      fields[field.name] = getattr(empty, field.name)
+      fields[field.name][tuple(map(slice, np.shape(value)))] = value
+  return fields
+
+
+def _check_root(tree, chain, b):
+  mask, other = tree.token_mask[b, 0], chain.token_mask[0, 0]
+  if not np.array_equal(tree.tokens[b, 0][mask], chain.tokens[0, 0][other]):
+    raise ValueError(f'chains: expected the prompt of tree {b} at the root, '
+                     'got another; a golden trajectory is of the same task')
+  if (chain.allowed is None) != (tree.allowed is None):
+    raise ValueError('chains: expected allowed sets on both or on neither of '
+                     f'tree {b} and its golden trajectory')
+
+
+def _place(fields, chain, b, start, count):
+  """Writes `count` nodes of a chain behind the `start` nodes of tree `b`."""
+  for name, field in fields.items():
+    value = np.asarray(getattr(chain, name))[0, 1:count + 1]
+    if name == 'parents':
+      value = np.where(value == 0, 0, value + start - 1)
+    index = (b, slice(start, start + count), *map(slice, value.shape[1:]))
+    field[index] = value

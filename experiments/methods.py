@@ -1,0 +1,241 @@
+"""From flags to a method: an algorithm with a run's choices filled in.
+
+Every scalar option of every part of the table of algorithms is a field of a
+config, and so a flag, made from the part's own signature and docstring.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+from typing import Any
+
+from bpo_jax import algorithms
+from bpo_jax import branching
+from bpo_jax import checks
+from bpo_jax import learner
+from bpo_jax import options
+from bpo_jax import types
+from experiments import config_fields
+
+# Options that a run sets by a flag of its own, or that only the agent knows.
+_SET_OTHERWISE = ('num_branch_points', 'num_forks', 'vocab_size')
+# What a policy may ask for besides the tree, by the name of its argument.
+CONTEXT = ('threshold', 'key', 'values', 'remaining_costs')
+# Lengths that papers give in tokens of a language model's prose; a turn of the
+# terse wording is about 7 tokens, of which 3 are the action.
+_TERSE = {'min_spacing': 8, 'boundary_interval': 6, 'entropy_window': 6}
+# Policies whose M branch points are shared out over the first trajectories.
+_SHARED_OUT = (branching.causal_threshold, branching.adaptive)
+_SELECTIONS = {'top_m': 'top_entropy', 'causal': 'causal_threshold'}
+
+
+def _policies() -> dict[str, Callable[..., Any]]:
+  """Returns the branch policies that a run can be given, by name."""
+  found = {'top_entropy': branching.top_entropy,
+           'causal_threshold': branching.causal_threshold}
+  for name in algorithms.names():
+    policy = algorithms.get(name).branch_policy
+    if policy is not None:
+      function = options.unwrap(policy)
+      found.setdefault(function.__name__, function)
+  for name in ('random', 'equally_spaced', 'lowest_entropy', 'adaptive'):
+    found[name] = getattr(branching, name)
+  return found
+
+
+POLICIES = _policies()
+
+
+def table_options() -> dict[str, tuple[options.Option, list[str]]]:
+  """Returns every option of the table with who has it, by name."""
+  found = {}
+  holders = {name: algorithms.get(name).parts for name in algorithms.names()}
+  holders |= {name: (policy,) for name, policy in POLICIES.items()}
+  for holder, parts in holders.items():
+    for part in parts:
+      for name, option in options.of(part).items():
+        if name in _SET_OTHERWISE:
+          continue
+        known = found.setdefault(name, (option, []))
+        if known[0].help.startswith('as in'):
+          found[name] = (option, known[1])
+        if holder not in known[1]:
+          known[1].append(holder)
+  return found
+
+
+def option_fields() -> list[tuple[str, Any, Any]]:
+  """Returns a config field for every option, for `dataclasses`."""
+  return [
+      (name, option.annotation | None, config_fields.field(
+          None, _help(name, option.help, holders)))
+      for name, (option, holders) in sorted(table_options().items())
+  ]
+
+
+def _help(name: str, text: str, holders: list[str]) -> str:
+  shorter = f' {_TERSE[name]} here by default.' if name in _TERSE else ''
+  return f'{text}{shorter} [{", ".join(holders)}]'
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+  """An algorithm with a run's choices filled in.
+
+  Attributes:
+    name: of the algorithm.
+    num_backbones: first trajectories of each task.
+    num_stages: how often a tree is branched.
+    credit: (tree, **arrays) -> Credit.
+    plan: (tree, **context) -> BranchPlan; None where only the root branches.
+    wants: the names of `CONTEXT` that the plan takes.
+    objective: surrogate per token, to be maximised.
+    loss: the scalars of what is added to it.
+    needs: keys of `algorithms.NEEDS`.
+  """
+
+  name: str
+  num_backbones: int
+  num_stages: int
+  credit: Callable[..., types.Credit]
+  plan: Callable[..., types.BranchPlan] | None
+  wants: tuple[str, ...]
+  objective: Callable[..., Any]
+  loss: learner.LossConfig
+  needs: tuple[str, ...]
+
+
+def make(config: Any, vocab_size: int | None = None) -> Method:
+  """Returns the config's algorithm, its own defaults where the config has None.
+
+  Args:
+    config: an `experiments.configs.TrainConfig`.
+    vocab_size: of the policy's tokens, for policies that scale by log|V|.
+
+  Raises:
+    ValueError: if the config sets an option that the algorithm does not have,
+      or leaves nothing to compare.
+  """
+  algorithm = algorithms.get(config.algorithm)
+  given = {name: getattr(config, name) for name in table_options()
+           if getattr(config, name) is not None}
+  num_backbones = config.num_backbones or algorithm.defaults['num_backbones']
+  policy = _policy(algorithm, config, num_backbones, given, vocab_size)
+  parts = (policy, algorithm.estimator, algorithm.objective)
+  _refuse_unknown(algorithm, parts, given)
+  _refuse_alone(algorithm, policy, num_backbones)
+  num_stages = config.num_stages or algorithm.defaults['num_stages']
+  return Method(
+      name=algorithm.name,
+      num_backbones=num_backbones,
+      num_stages=num_stages if policy else 0,
+      credit=_filled(algorithm.estimator, given),
+      plan=_staged(policy, num_stages),
+      wants=_wants(policy),
+      objective=_filled(algorithm.objective, given),
+      loss=_loss(algorithm, config),
+      needs=algorithm.needs,
+  )
+
+
+def _wants(policy) -> tuple[str, ...]:
+  """Returns what the policy takes of a run's context."""
+  known = options.keywords(policy) if policy else ()
+  return tuple(name for name in CONTEXT if name in known)
+
+
+def _filled(function, given: Mapping[str, Any]):
+  """Returns the function with those of the given options that it has."""
+  known = options.of(function)
+  return functools.partial(
+      function, **{n: value for n, value in given.items() if n in known})
+
+
+def _policy(algorithm, config, num_backbones, given, vocab_size):
+  """Returns the branch policy with its options, None without one."""
+  name = config.branch_policy or _SELECTIONS.get(config.selection)
+  policy = POLICIES[name] if name else algorithm.branch_policy
+  sizes = _given_sizes(algorithm, policy, config)
+  if policy is None or sizes.get('num_branch_points') == 0:
+    return None
+  known = options.of(policy)
+  for name in ('num_branch_points', 'num_forks'):
+    if name in known and name in algorithm.defaults:
+      sizes.setdefault(name, algorithm.defaults[name])
+  if options.unwrap(policy) in _SHARED_OUT:
+    sizes['max_per_path'] = -(-sizes['num_branch_points'] // num_backbones)
+  if 'vocab_size' in known and vocab_size is not None:
+    sizes['vocab_size'] = vocab_size
+  terse = {name: value for name, value in _TERSE.items()
+           if name in known and known[name].default > value}
+  chosen = {name: value for name, value in given.items() if name in known}
+  return functools.partial(policy, **terse | sizes | chosen)
+
+
+def _given_sizes(algorithm, policy, config) -> dict[str, int]:
+  """Returns M and K - 1 where the config has them, for a policy that does."""
+  flags = {'num_branch_points': 'num_branch_points', 'num_forks': 'group_size'}
+  known = {} if policy is None else options.of(policy)
+  sizes = {}
+  for name, flag in flags.items():
+    value = getattr(config, flag)
+    if value is None:
+      continue
+    if policy is None:
+      raise ValueError(f'{algorithm.name} branches at the root alone; leave'
+                       f' --{flag} out, or add a --branch_policy')
+    if name not in known:
+      raise ValueError(
+          f'--{flag} is no option of {algorithm.name}, whose branch policy has'
+          f' {", ".join(sorted(known)) or "none"}')
+    sizes[name] = value - (flag == 'group_size')
+  if policy is None and config.num_stages is not None:
+    raise ValueError(f'{algorithm.name} branches at the root alone; leave'
+                     ' --num_stages out, or add a --branch_policy')
+  return sizes
+
+
+def _staged(policy, num_stages):
+  """Returns the policy as it is called once a stage."""
+  if policy is None or num_stages == 1:
+    return policy
+  return branching.recursive(policy, num_stages)
+
+
+def _refuse_unknown(algorithm, parts, given):
+  known = {name for part in parts if part is not None
+           for name in options.of(part)}
+  for name in given:
+    if name not in known:
+      holders = ', '.join(table_options()[name][1])
+      raise ValueError(
+          f'--{name} is no option of {algorithm.name} but of {holders}; leave'
+          ' it out')
+
+
+def _refuse_alone(algorithm, policy, num_backbones):
+  """Refuses a budget that grows one path a task, with nothing to compare."""
+  if num_backbones == 1 and policy is None and 'value head' not in (
+      algorithm.needs):
+    raise ValueError(
+        f'{algorithm.name} compares the trajectories of a task with each other,'
+        ' and one backbone without forks is alone: raise --num_backbones'
+    )
+  total = options.of(policy).get('num_rollouts') if policy else None
+  if total is not None:
+    checks.at_least('num_rollouts', total.default, num_backbones,
+                    f' (num_backbones = {num_backbones} come first)')
+
+
+def _loss(algorithm, config) -> learner.LossConfig:
+  """Returns the loss's scalars, the algorithm's where the config has None."""
+  names = [field.name for field in dataclasses.fields(learner.LossConfig)]
+  values = {n: algorithm.defaults[n] for n in names if n in algorithm.defaults}
+  values |= {n: getattr(config, n) for n in names
+             if getattr(config, n, None) is not None}
+  if 'value head' not in algorithm.needs:
+    values['value_coef'] = 0.0
+  if values['reducer'] == 'sequence_sum_norm':
+    # Tokens of the longest path: a constant, so that length is no discount.
+    values['sequence_norm'] = float(config.turn_limit * config.action_length)
+  return learner.LossConfig(**values)

@@ -1,0 +1,157 @@
+"""What some algorithms need besides the trees of an update, and its making.
+
+A critic's values, an implicit reward's log-ratios, golden trajectories of tasks
+in which every rollout failed, predictions from earlier updates.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from bpo_jax import advantages
+from bpo_jax import algorithms
+from bpo_jax import golden
+from bpo_jax import learner
+from bpo_jax import options
+from bpo_jax import predictors
+from bpo_jax import preferences
+from bpo_jax import returns
+from bpo_jax import tree as trees
+from bpo_jax import types
+from experiments import assembly
+from experiments import configs
+from experiments import methods
+from experiments import warm_start
+
+_GOLDEN = 2**32 - 2  # Its draws; apart from those of the warm start.
+_SOLVED = 0.5  # Returns above it are successes.
+
+
+class Given(NamedTuple):
+  """What an update goes on with.
+
+  Attributes:
+    tree: the trees, with golden trajectories where there are any.
+    arrays: what the estimator takes besides, by argument.
+    value_targets: [B, N, T] for the value head, None without one.
+    state: with what was learnt on the side.
+    metrics: by name.
+  """
+
+  tree: trees.Tree
+  arrays: Mapping[str, Any]
+  value_targets: Any
+  state: learner.TrainState
+  metrics: Mapping[str, float]
+
+
+class Needs:
+  """Makes what a method needs, update by update."""
+
+  def __init__(self, config: configs.TrainConfig, agent: assembly.Agent,
+               method: methods.Method):
+    """Compiles nothing yet; a golden method fits its searcher here."""
+    self._config, self._agent, self._method = config, agent, method
+    self._outputs = learner.make_outputs_fn(
+        assembly.learning_model(config, agent), config.temperature)
+    self._observe = jax.jit(predictors.update)
+    self._plan = jax.jit(self._make_plan)
+    self._targets = jax.jit(self._make_targets)
+    if 'implicit reward' in method.needs:
+      self._preference_step = learner.make_update_fn(
+          agent.model, assembly.make_optimizer(config),
+          learner.weighted_log_likelihood(), config.temperature)
+    if 'golden trajectory' in method.needs:
+      self._expert = warm_start.make_expert(agent, noise=0.0)
+
+  def plan(self, state: learner.TrainState, key: jax.Array, tree: trees.Tree
+           ) -> types.BranchPlan:
+    """Returns where the method forks the trees of an update next.
+
+    Args:
+      state: that the trees were grown with.
+      key: for this stage alone; consumed.
+      tree: as it is.
+    """
+    return self._plan(
+        tree.replace(allowed=None), state.branch_threshold, state.statistics,
+        key)
+
+  def _make_plan(self, tree, threshold, statistics, key):
+    wants = self._method.wants
+    makers = {
+        'threshold': lambda: threshold,
+        'key': lambda: key,
+        'values': lambda: predictors.predict(statistics, tree),
+        'remaining_costs': lambda: predictors.remaining_steps(statistics, tree),
+    }
+    return self._method.plan(tree, **{n: makers[n]() for n in wants})
+
+  def give(self, state: learner.TrainState, tree: trees.Tree,
+           tasks: Sequence[Any]) -> Given:
+    """Returns what the update goes on with, before its first gradient."""
+    given = Given(tree, {}, None, state, {})
+    if 'anchors' in self._method.needs:
+      algorithms.check_anchors(self._method.name, tree)
+    for need, make in (('golden trajectory', self._golden),
+                       ('value head', self._critic),
+                       ('implicit reward', self._implicit_reward)):
+      if need in self._method.needs:
+        given = make(given, tasks)
+    return given
+
+  def observe(self, statistics: predictors.Statistics, tree: trees.Tree
+              ) -> predictors.Statistics:
+    """Returns the statistics that have seen the trees of an update."""
+    return self._observe(statistics, tree.replace(allowed=None))
+
+  def _critic(self, given: Given, tasks) -> Given:
+    """Adds the value head's values, and what it is to be trained towards."""
+    values = self._outputs(
+        given.state.params, given.tree, self._config.max_tokens).values
+    targets = self._targets(given.tree.replace(allowed=None), values)
+    return given._replace(
+        arrays={**given.arrays, 'values': values}, value_targets=targets)
+
+  def _make_targets(self, tree, values):
+    """Returns the lambda-returns, with the scalars of the estimator."""
+    chosen = options.of(self._method.credit)
+    names = ('discount', 'lambda_')
+    return advantages.lambda_returns(
+        tree, values, **{name: chosen[name].default for name in names})
+
+  def _implicit_reward(self, given: Given, tasks) -> Given:
+    """Trains the second policy on pairs, then reads its rewards off."""
+    tree, config = given.tree, self._config
+    beta = options.of(preferences.trajectory_dpo)['beta'].default
+    second = given.state.auxiliary['implicit_reward']
+    old, size = tree.behaviour_log_probs, config.max_tokens
+    ratios = self._outputs(second.params, tree, size).log_probs - old
+    credit = preferences.trajectory_dpo(tree, ratios, beta=beta)
+    batches = learner.make_batches(tree, credit, size)
+    second, _ = self._preference_step(second, batches, config.learning_rate)
+    ratios = self._outputs(second.params, tree, size).log_probs - old
+    state = given.state._replace(auxiliary={
+        **given.state.auxiliary, 'implicit_reward': second})
+    return given._replace(
+        arrays={**given.arrays, 'implicit_rewards': beta * ratios}, state=state)
+
+  def _golden(self, given: Given, tasks) -> Given:
+    """Hangs the searcher's success into trees where every rollout failed."""
+    total = np.asarray(returns.leaf_returns(given.tree))
+    failed = ~(total > _SOLVED).any(axis=1)
+    rng = np.random.default_rng(
+        [self._config.seed, _GOLDEN, int(given.state.update)])
+    show = lambda task: warm_start.demonstrate(
+        self._agent, self._expert, [task], rng, self._agent.grower.max_turns)
+    chains = [show(task) if is_failed else None
+              for task, is_failed in zip(tasks, failed)]
+    tree, mask = golden.graft(given.tree, chains)
+    log_probs = self._outputs(
+        given.state.params, tree, self._config.max_tokens).log_probs
+    return given._replace(
+        tree=golden.teacher_forced(tree, mask, log_probs),
+        arrays={**given.arrays, 'golden': mask},
+        metrics={**given.metrics, 'golden/tasks': float(mask.any(1).sum())})

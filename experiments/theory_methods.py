@@ -1,0 +1,330 @@
+"""What `verify_theory` measures: methods on enumerable tasks, and how.
+
+A method is a number of first trajectories, a branch policy and an estimator:
+every row of `algorithms`, variants of `bpo` and `bpo_rb`, and root
+leave-one-out of several sizes. What a row needs, a critic say, it gets from
+the exact task. A node is one action of one token there, so that distances and
+windows counted in tokens become one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+import inspect
+from typing import Any
+import zlib
+
+import jax
+import numpy as np
+
+from bpo_jax import advantages
+from bpo_jax import algorithms
+from bpo_jax import branching
+from bpo_jax import checks
+from bpo_jax import types
+from experiments import enumerable
+
+_THRESHOLD = 0.5  # Nats; of a choice between two, a coin toss has 0.69.
+_BUCKET = 64  # Nodes are padded to a multiple, to compile for few shapes.
+_ONE_TOKEN = {'min_spacing': 1, 'boundary_interval': 1, 'entropy_window': 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+  """A way to estimate the gradient.
+
+  Attributes:
+    name: what tables call it.
+    estimator: tree -> Credit.
+    policy: tree -> BranchPlan; None where the root alone branches.
+    num_backbones: first trajectories of a tree.
+    num_stages: how often the policy is asked.
+    unbiased: whether the estimate claims to be of the gradient itself, up to
+      the number of paths that it sums over.
+  """
+
+  name: str
+  estimator: Callable[..., types.Credit]
+  policy: Callable[..., types.BranchPlan] | None = None
+  num_backbones: int = 8
+  num_stages: int = 1
+  unbiased: bool = False
+
+  @functools.cached_property
+  def credit(self) -> Callable[..., types.Credit]:
+    """Returns the compiled estimator."""
+    return jax.jit(self.estimator)
+
+  @functools.cached_property
+  def plan(self) -> Callable[..., types.BranchPlan]:
+    """Returns the compiled branch policy."""
+    known = inspect.signature(self.policy).parameters
+    options = {k: v for k, v in _ONE_TOKEN.items() if k in known}
+    if 'vocab_size' in known:
+      options['vocab_size'] = 2
+    return jax.jit(functools.partial(self.policy, **options))
+
+  def grow(self, task: enumerable.Task, seed: int, num_trees: int
+           ) -> tuple[enumerable.Forest, types.Credit]:
+    """Returns trees drawn and forked as the method does, and their credit."""
+    label = zlib.crc32(self.name.encode())
+    rng = np.random.default_rng([seed, label])
+    key = jax.random.fold_in(jax.random.key(seed), label)
+    forest = enumerable.backbones(task, rng, num_trees, self.num_backbones)
+    if 'golden' in inspect.signature(self.estimator).parameters:
+      forest = _with_golden(forest)
+    for stage in range(self.num_stages if self.policy else 0):
+      supply = policy_arrays(forest, jax.random.fold_in(key, stage))
+      plan = self.plan(forest.tree, **_asked_for(self.policy, supply))
+      forest = enumerable.fork(forest, jax.device_get(plan), rng)
+    forest = enumerable.pad(forest, _BUCKET)
+    supply = estimator_arrays(forest)
+    credit = self.credit(forest.tree, **_asked_for(self.estimator, supply))
+    return forest, jax.device_get(credit)
+
+
+def policy_arrays(forest: enumerable.Forest, key: jax.Array
+                  ) -> dict[str, Any]:
+  """Returns what branch policies may ask for, by argument name."""
+  return dict(
+      key=key, values=forest.at_end(forest.task.values),
+      remaining_costs=forest.at_end(forest.task.remaining))
+
+
+def estimator_arrays(forest: enumerable.Forest) -> dict[str, Any]:
+  """Returns what estimators may ask for, by argument name.
+
+  The critic is the true one, the implicit rewards are the true advantages of
+  the actions, and the golden path is the one marked by its birth.
+  """
+  task, tree = forest.task, forest.tree
+  taken = tree.tokens[..., 0] * tree.action_mask[..., 0]
+  gain = task.advantages[forest.states_before, taken][..., None]
+  return dict(
+      values=forest.before(task.values),
+      implicit_rewards=np.where(tree.action_mask, gain, 0).astype(np.float32),
+      golden=tree.birth == forest.stage if forest.stage else tree.birth < 0)
+
+
+def _asked_for(function, supply):
+  known = inspect.signature(function).parameters
+  return {k: v for k, v in supply.items() if k in known}
+
+
+def _with_golden(forest):
+  """Returns the forest with one more path, that of the greatest return."""
+  every = enumerable.all_backbones(forest.task, 1)
+  best = int(np.argmax(every.tree.rewards.sum(1)))
+  actions = every.tree.tokens[best, 1:, 0]
+  shape = (len(forest.tree.parents), 1, forest.task.horizon)
+  above = np.zeros(shape[:2], int)
+  return enumerable.lay_forks(forest, above, np.broadcast_to(actions, shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+  """Of the gradient of one tree.
+
+  Attributes:
+    mean: [P]
+    covariance: [P, P]
+    weight: mean total weight of a tree's first actions, the number of paths
+      that it sums over.
+    steps: mean environment steps.
+    num_trees: how many they were taken over; inf where they are exact.
+  """
+
+  mean: np.ndarray
+  covariance: np.ndarray
+  weight: float
+  steps: float
+  num_trees: float
+
+  def scaled(self) -> 'Moments':
+    """Returns those of the estimate divided by its weight."""
+    weight = self.weight or 1.0
+    return dataclasses.replace(
+        self, mean=self.mean / weight, weight=1.0,
+        covariance=self.covariance / weight ** 2)
+
+
+def moments(forest: enumerable.Forest, credit: types.Credit,
+            chance: np.ndarray | None = None) -> Moments:
+  """Returns the moments over trees, each as likely as `chance` [B] says.
+
+  Without chances the trees are a sample and the covariance the unbiased one.
+  """
+  estimates = enumerable.gradient(forest, credit)
+  num_trees = len(estimates)
+  if chance is None:
+    share, ddof = np.full(num_trees, 1 / num_trees), 1
+  else:
+    share, ddof, num_trees = chance, 0, np.inf
+  mean = share @ estimates
+  centred = estimates - mean
+  covariance = (centred * share[:, None]).T @ centred
+  if ddof:
+    covariance *= num_trees / (num_trees - 1)
+  first = (forest.tree.parents == 0)[..., None]
+  weights = np.sum(credit.weights * first, axis=(1, 2), dtype=float)
+  return Moments(mean, covariance, float(share @ weights),
+                 float(share @ forest.num_steps), num_trees)
+
+
+def pooled(parts: list[Moments]) -> Moments:
+  """Returns the moments of several samples of one size together."""
+  fields = {
+      field.name: sum(getattr(part, field.name) for part in parts) / len(parts)
+      for field in dataclasses.fields(Moments)}
+  return Moments(**fields | {'num_trees': sum(p.num_trees for p in parts)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+  """A method on a task, against the exact gradient g.
+
+  Attributes:
+    task, method: their names.
+    bias: |E x - g| / |g| of the estimate x divided by its weight; negative
+      where the unbiased estimate of its square is.
+    bias_low, bias_high: 95% interval.
+    score: the estimated squared bias over its standard error without bias.
+    cosine, cosine_low: of E x and g, and the lower end of its 95% interval.
+    signal: E x . g / |g|^2.
+    noise: tr Cov(x) / (signal |g|)^2.
+    steps: environment steps of a tree.
+    cost: noise times steps.
+    cost_error: half its 95% interval, from the spread over seeds.
+  """
+
+  task: str
+  method: str
+  bias: float
+  bias_low: float
+  bias_high: float
+  score: float
+  cosine: float
+  cosine_low: float
+  signal: float
+  noise: float
+  steps: float
+  cost: float
+  cost_error: float = 0.0
+
+
+def measure(task_name: str, method_name: str, gradient: np.ndarray,
+            parts: list[Moments]) -> Measurement:
+  """Returns the measurement that moments by seed, or exact ones, amount to."""
+  whole = pooled(parts).scaled()
+  size = np.linalg.norm(gradient)
+  signal = float(whole.mean @ gradient / size ** 2)
+  off, error, null = _squared_norm(whole.mean - gradient, whole)
+  root = lambda x: float(np.sign(x) * np.sqrt(abs(x)) / size)
+  costs = [_noise(part.scaled(), gradient) * part.steps for part in parts]
+  cosine, cosine_low = _cosine(whole, gradient, signal)
+  noise = _noise(whole, gradient)
+  return Measurement(
+      task=task_name, method=method_name, bias=root(off),
+      bias_low=max(root(off - 1.96 * error), 0.0),
+      bias_high=max(root(off + 1.96 * error), 0.0),
+      score=float(off / null) if null else 0.0,
+      cosine=cosine, cosine_low=cosine_low, signal=signal, noise=noise,
+      steps=whole.steps, cost=noise * whole.steps,
+      cost_error=float(1.96 * np.std(costs, ddof=1) / np.sqrt(len(costs)))
+      if len(costs) > 1 else 0.0)
+
+
+def _squared_norm(vector, of):
+  """Returns |E v|^2 without bias, its standard error, and that where E v = 0.
+
+  With v a mean over n trees: E|v|^2 = |E v|^2 + tr C / n, and the variance is
+  4 v'C v / n - 2 tr C^2 / n^2 to leading order, 2 tr C^2 / n^2 where E v = 0.
+  """
+  square = vector @ vector - np.trace(of.covariance) / of.num_trees
+  null = 2 * np.sum(of.covariance ** 2) / of.num_trees ** 2
+  variance = 4 * vector @ of.covariance @ vector / of.num_trees - null
+  return square, np.sqrt(max(variance, null)), np.sqrt(null)
+
+
+def _noise(scaled, gradient):
+  signal = scaled.mean @ gradient / np.linalg.norm(gradient)
+  return float(np.trace(scaled.covariance) / signal ** 2) if signal else np.inf
+
+
+def _cosine(whole, gradient, signal):
+  """Returns the cosine and the lower end of its interval."""
+  size = np.linalg.norm(gradient)
+  unit = gradient / size
+  aside = np.eye(len(unit)) - np.outer(unit, unit)
+  across = dataclasses.replace(
+      whole, covariance=aside @ whole.covariance @ aside)
+  square, error, _ = _squared_norm(aside @ whole.mean, across)
+
+  def cosine(square):
+    total = np.sqrt((signal * size) ** 2 + max(square, 0))
+    return float(signal * size / total) if total else 0.0
+  return cosine(square), cosine(square + 1.96 * error)
+
+
+_TOP_M = functools.partial(
+    branching.top_entropy, num_branch_points=8, num_forks=1)
+_CAUSAL = functools.partial(
+    branching.causal_threshold, threshold=_THRESHOLD, num_branch_points=8,
+    num_forks=1, max_per_path=2)
+
+
+def _bpo(**options):
+  return functools.partial(advantages.bpo, **options)
+
+
+def variants() -> dict[str, Method]:
+  """Returns what the table's rows leave open, four backbones each."""
+  make = functools.partial(Method, num_backbones=4)
+  methods = [
+      make('bpo top_m uniform', _bpo(), _TOP_M),
+      make('bpo top_m split', _bpo(node_weighting='split'), _TOP_M),
+      make('bpo top_m split drop',
+           _bpo(node_weighting='split', incumbent='drop'), _TOP_M),
+      make('bpo causal uniform', _bpo(), _CAUSAL),
+      make('bpo causal split', _bpo(node_weighting='split'), _CAUSAL,
+           unbiased=True),
+      make('bpo causal split means',
+           _bpo(node_weighting='split', node_values='split_mean'), _CAUSAL,
+           unbiased=True),
+      make('bpo causal split drop',
+           _bpo(node_weighting='split', incumbent='drop'), _CAUSAL),
+      *(make(f'bpo_rb rho={rho}',
+             functools.partial(advantages.bpo_rb, rho=rho), _CAUSAL,
+             unbiased=True) for rho in (0.0, 0.4, 0.5, 1.0)),
+      *(Method(f'root leave-one-out {size}', advantages.rloo,
+               num_backbones=size, unbiased=True) for size in (2, 4, 8, 16)),
+  ]
+  return {method.name: method for method in methods}
+
+
+def _from_table(name: str) -> Method:
+  """Returns a row of the table as a method."""
+  row = algorithms.get(name)
+  return Method(
+      name, row.estimator, row.branch_policy,
+      num_backbones=row.defaults['num_backbones'],
+      num_stages=row.defaults.get('num_stages', 1),
+      unbiased=name in ('rloo', 'bpo_rb'))
+
+
+def all_methods() -> Mapping[str, Method]:
+  """Returns every row of the table, then the variants, by name."""
+  table = {name: _from_table(name) for name in algorithms.names()}
+  return table | variants()
+
+
+def select(names: Sequence[str]) -> list[Method]:
+  """Returns the methods of those names, all of them for none.
+
+  Raises:
+    ValueError: if there is no method of a name.
+  """
+  known = all_methods()
+  for name in names:
+    checks.one_of('methods', name, tuple(known))
+  return [known[name] for name in names or known]

@@ -1,0 +1,404 @@
+"""Checks every estimator's bias, variance and cost against exact gradients.
+
+  python -m experiments.verify_theory
+  python -m experiments.verify_theory --seeds=8 --out=theory/
+
+Three parts. Theorems: equalities of variances, both sides exact. Enumerated:
+on a small task every tree that a method can grow is listed with its chance, so
+that biases are exact to float32. Sampled: every row of the table of algorithms
+and the variants of `bpo` and `bpo_rb` on tasks of twelve steps, bias with its
+95% interval, variance and cost in steps. Ends with a line for every claim of
+docs/theory.md, and exits 1 when one of them fails. With --out it leaves
+measurements.csv, claims.csv and, where matplotlib is installed (extra `plot`),
+theory.png.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+import csv
+import dataclasses
+import functools
+import importlib
+import itertools
+import pathlib
+import time
+from typing import Any, NamedTuple
+
+from absl import flags
+import jax
+import numpy as np
+
+from bpo_jax import advantages
+from bpo_jax import branching
+from bpo_jax import types
+from experiments import config_flags
+from experiments import enumerable
+from experiments import exact_noise
+from experiments import theory_methods
+from experiments.config_fields import check
+from experiments.config_fields import field
+
+_EXACT = 'exact'  # The name that the enumerated task has in tables.
+_EXACT_SEED = 2
+_MAX_ERROR = 1e-10  # Of theorems, in float64.
+_FLOAT32 = 1e-5  # Of biases and variances whose credit is float32.
+_MAX_SCORE = 4.0  # Standard errors of a squared bias that chance explains.
+_WORKERS = 2  # Compiling is most of the work.
+
+
+@dataclasses.dataclass(frozen=True)
+class TheoryConfig:
+  """What to measure."""
+
+  seeds: int = field(4, 'Independent samples of trees.', min=1)
+  trees: int = field(2048, 'Trees of a sample.', min=2)
+  tasks: tuple[str, ...] = field(
+      ('late', 'early'), 'Tasks to sample trees of.',
+      choices=tuple(enumerable.TASKS))
+  methods: tuple[str, ...] = field(
+      (), 'Names of the methods to sample; all of them when empty.')
+  out: str | None = field(
+      None, 'Folder for measurements.csv, claims.csv and theory.png.')
+  __post_init__ = check
+
+
+class Claim(NamedTuple):
+  """One sentence of the theory and whether the run bears it out."""
+
+  holds: bool
+  claim: str
+  evidence: str
+
+
+def theorem_claims() -> Iterator[Claim]:
+  """Yields the equalities of variances, both sides exact."""
+  errors, saved, closed = [], [], []
+  for seed, horizon, size in itertools.product(range(3), (3, 4), (2, 3, 4)):
+    task = enumerable.random_task(seed, horizon)
+    for step in range(horizon):
+      theorem = exact_noise.theorem_4_3(task, step, size)
+      errors.append(abs(theorem.error))
+  worst = max(errors)
+  yield Claim(worst < _MAX_ERROR, 'Theorem 4.3 for one sibling\'s advantage',
+              f'{len(errors)} cases, largest error {worst:.1e}')
+  task = enumerable.random_task(_EXACT_SEED)
+  for step, size in ((1, 2), (2, 2), (2, 3)):
+    forest, own, means, whole = _fixed_step(task, step, size)
+    theorem = exact_noise.theorem_4_3(task, step, size)
+    saved.append(own - means - exact_noise.saved_by_means(task, 2, step, size))
+    noise, _ = exact_noise.branching_noise(task, 2, step, size)
+    closed.append(whole - noise)
+    errors.append(_sibling_variance(forest, step) - theorem.branching)
+  for what, values in (
+      ('the sibling advantage of bpo has Theorem 4.3\'s variance', errors),
+      ('split means save (1 - 1/K) of what is drawn below a branch', saved),
+      ('the closed form of the noise of branching', closed)):
+    worst = np.abs(values).max()
+    yield Claim(worst < _FLOAT32, what, f'largest error {worst:.1e}')
+
+
+def _fixed_step(task, step, size):
+  """Returns every tree forked at a step, and traces of the covariance.
+
+  Of two backbones: with own returns, with split means, and of bpo_rb, rho = 1.
+  """
+  forest = enumerable.all_backbones(task, 2)
+  node = np.add([[1, 1 + task.horizon]] * len(forest.tree.parents), step)
+  forest = enumerable.all_forks(forest, types.BranchPlan(
+      node=node, offset=np.zeros_like(node), count=np.full_like(node, size - 1)))
+  traces = []
+  for estimator in (
+      functools.partial(advantages.bpo, node_weighting='split'),
+      functools.partial(advantages.bpo, node_weighting='split',
+                        node_values='split_mean'),
+      functools.partial(advantages.bpo_rb, rho=1.0)):
+    credit = jax.device_get(jax.jit(estimator)(forest.tree))
+    moments = theory_methods.moments(forest, credit, forest.probabilities)
+    traces.append(np.trace(moments.covariance))
+  return forest, *traces
+
+
+def _sibling_variance(forest, step):
+  """Returns the variance of the advantage that bpo gives to one sibling."""
+  credit = jax.device_get(jax.jit(advantages.bpo)(forest.tree))
+  value = credit.advantages[:, 1 + step, 0].astype(float)
+  chance = forest.probabilities
+  return chance @ value ** 2 - (chance @ value) ** 2
+
+
+def _enumerated_methods() -> dict[str, theory_methods.Method]:
+  """Returns the variants of two backbones, small enough to be listed."""
+  top_m = functools.partial(
+      branching.top_entropy, num_branch_points=2, num_forks=1)
+  causal = functools.partial(
+      branching.causal_threshold, threshold=0.5, num_branch_points=4,
+      num_forks=1, max_per_path=2)
+  methods = {}
+  for name, method in theory_methods.variants().items():
+    policy = top_m if 'top_m' in name else causal
+    if name.startswith('bpo'):
+      methods[name] = dataclasses.replace(
+          method, policy=policy, num_backbones=2)
+  top = dataclasses.replace(
+      methods['bpo_rb rho=0.5'], name='bpo_rb top_m', policy=top_m,
+      unbiased=False)
+  root = dataclasses.replace(
+      theory_methods.variants()['root leave-one-out 2'])
+  return methods | {top.name: top, root.name: root}
+
+
+def enumerate_methods(progress: Callable[[str], None]
+                      ) -> list[theory_methods.Measurement]:
+  """Returns the exact measurement of every variant on a small task."""
+  task = enumerable.random_task(_EXACT_SEED)
+  start = enumerable.all_backbones(task, 2)
+  forests, rows = {}, []
+  for name, method in _enumerated_methods().items():
+    if method.policy not in forests:
+      plan = method.policy and jax.device_get(method.plan(start.tree))
+      forests[method.policy] = (
+          enumerable.all_forks(start, plan) if plan else start)
+    forest = forests[method.policy]
+    credit = jax.device_get(method.credit(forest.tree))
+    rows.append(theory_methods.measure(
+        _EXACT, name, task.gradient.ravel(),
+        [theory_methods.moments(forest, credit, forest.probabilities)]))
+    progress(f'{_EXACT}: {name}')
+  return rows
+
+
+def sample_methods(config: TheoryConfig, progress: Callable[[str], None]
+                   ) -> list[theory_methods.Measurement]:
+  """Returns the measurement of every method asked for on every task."""
+  tasks = {name: enumerable.make(name) for name in config.tasks}
+
+  def measure(method):
+    rows = []
+    for name, task in tasks.items():
+      parts = [
+          theory_methods.moments(*method.grow(task, seed, config.trees))
+          for seed in range(config.seeds)]
+      rows.append(theory_methods.measure(
+          name, method.name, task.gradient.ravel(), parts))
+    progress(method.name)
+    return rows
+
+  chosen = theory_methods.select(config.methods)
+  with futures.ThreadPoolExecutor(_WORKERS) as pool:
+    rows = itertools.chain.from_iterable(pool.map(measure, chosen))
+    return sorted(rows, key=lambda row: config.tasks.index(row.task))
+
+
+def bias_claims(rows: Sequence[theory_methods.Measurement]) -> Iterator[Claim]:
+  """Yields what the measured biases say of the claims to be unbiased."""
+  unbiased = {m.name for m in theory_methods.all_methods().values()
+              if m.unbiased}
+  exact = {row.method: row for row in rows if row.task == _EXACT}
+  free = [row for row in exact.values() if row.method in unbiased]
+  if free:
+    worst = max(free, key=lambda row: row.bias)
+    yield Claim(worst.bias < _FLOAT32, 'causal selection and split weights are '
+                'unbiased, with rho at 0, 0.4, 0.5, 1',
+                f'largest exact bias {worst.bias:.1e} ({worst.method})')
+  for name, why, least in (
+      ('bpo top_m split', 'selecting after the fact is biased', 0.01),
+      ('bpo_rb top_m', 'so it is with bpo_rb', 0.01),
+      ('bpo causal uniform', 'uniform weights are biased', 0.1)):
+    if name in exact:
+      row = exact[name]
+      yield Claim(row.bias > least, why, f'{name}: exact bias '
+                  f'{row.bias:.3f}, cosine {row.cosine:.4f}')
+  for task in dict.fromkeys(row.task for row in rows if row.task != _EXACT):
+    here = [row for row in rows if row.task == task]
+    free = [row for row in here if row.method in unbiased]
+    uniform = [row for row in here if row.method == 'bpo causal uniform']
+    for row in free:
+      yield Claim(row.score < _MAX_SCORE, f'{row.method} is unbiased on {task}',
+                  f'bias {_interval(row)}, {row.score:.1f} standard errors')
+    for row in uniform:
+      most = max((r.bias_high for r in free), default=0.0)
+      yield Claim(row.bias_low > most, f'uniform weights are biased on {task}',
+                  f'bias {_interval(row)}; of the unbiased at most {most:.3f}')
+
+
+def cost_claims(rows: Sequence[theory_methods.Measurement]) -> Iterator[Claim]:
+  """Yields where branching pays: exactly, by design, and as measured."""
+  for name, pays in (('late', True), ('decided', True), ('early', False)):
+    task = enumerable.make(name)
+    root, branch = best_designs(task)
+    holds = branch.cost < 0.8 * root.cost if pays else branch.cost >= root.cost
+    yield Claim(
+        holds, f'branching {"pays" if pays else "does not pay"} on {name}',
+        f'exact variance x steps {branch.cost:.1f} ({branch.what}), root alone '
+        f'{root.cost:.1f}')
+    costs = {row.method: row.cost for row in rows if row.task == name}
+    measured = {
+        kind: min((c for m, c in costs.items() if m.startswith(kind)),
+                  default=None)
+        for kind in ('bpo_rb', 'root leave-one-out')}
+    if None not in measured.values():
+      better = measured['bpo_rb'] < measured['root leave-one-out']
+      yield Claim(
+          better == pays, f'bpo_rb {"wins" if pays else "loses"} on {name}',
+          f'measured {measured["bpo_rb"]:.1f}, best root leave-one-out '
+          f'{measured["root leave-one-out"]:.1f}')
+  for row in rows:
+    size = row.method.removeprefix('root leave-one-out ')
+    if row.task in enumerable.TASKS and size.isdigit():
+      noise, steps = exact_noise.branching_noise(
+          enumerable.make(row.task), int(size))
+      exact = noise * steps / np.sum(enumerable.make(row.task).gradient ** 2)
+      error = max(3 * row.cost_error, 0.1 * exact)
+      yield Claim(abs(row.cost - exact) < error,
+                  f'{row.method} has its exact noise on {row.task}',
+                  f'measured {row.cost:.1f}, exact {exact:.1f}')
+
+
+class Design(NamedTuple):
+  """A way to branch at a fixed step, and its exact variance x steps."""
+
+  cost: float
+  what: str
+
+
+def best_designs(task: enumerable.Task) -> tuple[Design, Design]:
+  """Returns the best root leave-one-out and the best branching, exactly.
+
+  Noise is relative to |g|^2. Branching forks every backbone, or those alone
+  whose return is still open, before a step of its own.
+  """
+  size = np.sum(task.gradient ** 2)
+  root, branch = [], []
+  for backbones in (4, 8, 16):
+    noise, steps = exact_noise.branching_noise(task, backbones)
+    root.append(Design(noise * steps / size, f'{backbones} trajectories'))
+  states = {'all': None, 'open': task.variances > task.return_variance / 2}
+  for step, siblings, backbones in itertools.product(
+      range(1, task.horizon), (2, 3, 4), (4, 16)):
+    for where, open_states in states.items():
+      noise, steps = exact_noise.branching_noise(
+          task, backbones, step, siblings, open_states)
+      branch.append(Design(
+          noise * steps / size,
+          f'{backbones} backbones, K = {siblings} at step {step}, {where}'))
+  return min(root), min(branch)
+
+
+def _interval(row):
+  return f'{row.bias:.3f} [{row.bias_low:.3f}, {row.bias_high:.3f}]'
+
+
+def markdown(rows: Sequence[theory_methods.Measurement]) -> str:
+  """Returns the measurements as a table."""
+  lines = ['| task | method | bias [95%] | cosine | signal | variance | steps '
+           '| variance x steps |', '|---|---|---|---|---|---|---|---|']
+  for row in rows:
+    error = f' +- {row.cost_error:.1f}' if row.cost_error else ''
+    bias = f'{row.bias:.1e}' if row.task == _EXACT else _interval(row)
+    lines.append(
+        f'| {row.task} | {row.method} | {bias} | {row.cosine:.3f} '
+        f'| {row.signal:.2f} | {row.noise:.2f} | {row.steps:.1f} '
+        f'| {row.cost:.1f}{error} |')
+  return '\n'.join(lines)
+
+
+def write_csv(path: pathlib.Path, header: Sequence[str],
+              rows: Sequence[Sequence[Any]]) -> None:
+  """Writes a table."""
+  with path.open('w', newline='', encoding='utf-8') as file:
+    writer = csv.writer(file)
+    writer.writerow(header)
+    writer.writerows(rows)
+
+
+def draw(rows: Sequence[theory_methods.Measurement], path: pathlib.Path
+         ) -> None:
+  """Writes the figure: bias beside variance x cost, a row per method.
+
+  Raises:
+    ImportError: if matplotlib is not installed.
+  """
+  try:
+    matplotlib = importlib.import_module('matplotlib')
+    matplotlib.use('Agg')
+    plt = importlib.import_module('matplotlib.pyplot')
+  except ImportError as error:
+    raise ImportError(
+        "the figure needs matplotlib: pip install 'bpo-jax[plot]'") from error
+  tasks = list(dict.fromkeys(row.task for row in rows))
+  order = sorted((row for row in rows if row.task == tasks[0]),
+                 key=lambda row: -row.cost)
+  place = {row.method: i for i, row in enumerate(order)}
+  figure, (left, right) = plt.subplots(
+      1, 2, sharey=True, figsize=(9, 1.5 + 0.22 * len(place)),
+      layout='constrained')
+  for shift, task in enumerate(tasks):
+    mine = [row for row in rows if row.task == task and row.method in place]
+    y = [place[row.method] + 0.3 * shift for row in mine]
+    low, middle, high = np.array(
+        [[r.bias_low, max(r.bias, 0), r.bias_high] for r in mine]).T
+    left.errorbar(middle, y, xerr=np.maximum([middle - low, high - middle], 0),
+                  fmt='o', markersize=4, label=task)
+    right.errorbar([r.cost for r in mine], y, fmt='o', markersize=4,
+                   xerr=[r.cost_error for r in mine], label=task)
+  left.set_yticks(list(place.values()), list(place))
+  left.set_xscale('symlog', linthresh=0.1)
+  left.set_xlim(left=0)
+  left.set_xlabel('|bias| / |gradient|, 95% interval')
+  right.set_xscale('log')
+  right.set_xlabel('variance x steps at equal signal / |gradient|$^2$')
+  for axes in (left, right):
+    axes.grid(alpha=0.3)
+  right.legend(frameon=False)
+  figure.savefig(path, dpi=120)
+  plt.close(figure)
+
+
+def _write(out, rows, claims):
+  """Leaves the tables and, where it can be drawn, the figure in a folder."""
+  folder = pathlib.Path(out)
+  folder.mkdir(parents=True, exist_ok=True)
+  names = [f.name for f in dataclasses.fields(theory_methods.Measurement)]
+  write_csv(folder / 'measurements.csv', names,
+            [dataclasses.astuple(row) for row in rows])
+  write_csv(folder / 'claims.csv', Claim._fields, claims)
+  sampled = [row for row in rows if row.task != _EXACT]
+  try:
+    draw(sampled, folder / 'theory.png')
+  except ImportError as error:
+    print(f'no theory.png: {error}')
+
+
+def run(config: TheoryConfig) -> int:
+  """Measures, prints and writes; returns the exit status."""
+  start = time.monotonic()
+
+  def progress(done):
+    print(f'[{time.monotonic() - start:5.1f} s] {done}', flush=True)
+
+  claims = list(theorem_claims())
+  progress('theorems')
+  rows = enumerate_methods(progress) + sample_methods(config, progress)
+  claims += [*bias_claims(rows), *cost_claims(rows)]
+  print(markdown(rows))
+  for holds, claim, evidence in claims:
+    print(f'{"ok  " if holds else "FAIL"} {claim}: {evidence}')
+  if config.out is not None:
+    _write(config.out, rows, claims)
+  failed = sum(not claim.holds for claim in claims)
+  progress(f'{len(claims) - failed} of {len(claims)} claims hold')
+  return int(failed > 0)
+
+
+def main(argv: Sequence[str]) -> int:
+  del argv
+  config = config_flags.read(TheoryConfig)
+  try:
+    return run(config)
+  except (OSError, ValueError) as error:
+    raise flags.IllegalFlagValueError(str(error)) from error
+
+
+if __name__ == '__main__':
+  config_flags.define(TheoryConfig)
+  config_flags.run(main)
