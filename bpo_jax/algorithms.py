@@ -30,7 +30,7 @@ NEEDS = python_types.MappingProxyType({
     'implicit reward': 'implicit_rewards [B, N, T], of a second policy that is '
                        'trained by preference between trajectories',
     'value predictor': 'values [B, N] predicted by earlier updates',
-    'branch threshold': 'threshold, nats, fixed before the tree is grown',
+    'selection slope': 'a2, by selection_slope of the batch before',
 })
 
 
@@ -237,7 +237,7 @@ _ROWS = (
          functools.partial(branching.spo_cutpoints, num_branch_points=36),
          num_backbones=6, num_stages=2),
     _row('sipo', 'SIPO, arXiv 2609.34805', 'read', advantages.sipo,
-         branching.sipo, num_backbones=4),
+         branching.sipo, needs=['selection slope'], num_backbones=4),
     _row('opts_ttpo', 'OPTS-TTPO, arXiv 2609.40035', 'read',
          advantages.tree_gae, branching.top_entropy, needs=['value head'],
          num_backbones=2),

@@ -103,7 +103,7 @@ def update(statistics: Statistics, tree: tree_lib.Tree, *,
   below = lambda x: masked.fill(walks.sum_below(x, tree.parents), acts)
   visits = leaf.astype(jnp.float32)
   won = returns.path_returns(tree) >= success_threshold
-  through = _actions_through(tree).astype(jnp.float32)
+  through = actions_through(tree).astype(jnp.float32)
   to_leaf = masked.fill(through, leaf)
   steps = below(to_leaf) - below(visits) * through
   added = (below(visits), below(visits * won), masked.fill(steps, acts))
@@ -187,17 +187,20 @@ def _is_old(arrays):
   return jnp.any(above & same & (index[:, None] != index), axis=0)
 
 
-def _actions_through(tree):
-  """Returns the actions of a path up to the end of each node, [B, N]."""
+def actions_through(tree: tree_lib.Tree) -> types.Array:
+  """Returns the actions of a path up to the end of each node, [B, N] int32."""
   starts = jnp.sum(tree_lib.action_starts(tree), axis=-1, dtype=jnp.int32)
   return walks.sum_above(starts, tree.parents)
 
 
-def _next_entropies(tree):
-  """Returns the entropy of the decision at each node's end, [B, N], and if any.
+def next_entropies(tree: tree_lib.Tree) -> tuple[types.Array, types.Array]:
+  """Returns the entropy of the decision at each node's end, and if it is known.
 
   It belongs to the state: whichever child is asked, it was drawn from the same
   distribution.
+
+  Returns:
+    [B, N] float32, nats, and [B, N] bool.
   """
   at = tree_lib.first_action_index(tree)
   entropies = masked.fill(jnp.asarray(tree.entropies), tree.action_mask)
@@ -211,14 +214,15 @@ def _next_entropies(tree):
 def _bins(statistics, tree, progress):
   """Returns the bin of the state at the end of each node, three of [B, N]."""
   num_depths, num_entropies, num_progress = statistics.visits.shape
-  depth = _actions_through(tree) // statistics.depth_width
-  entropies, known = _next_entropies(tree)
+  depth = actions_through(tree) // statistics.depth_width
+  entropies, known = next_entropies(tree)
   level = jnp.floor(entropies / statistics.entropy_width).astype(jnp.int32)
   level = jnp.clip(level, 0, num_entropies - 2)
   if progress is None:
     progress = new_observations(tree)
   progress = masked.fill(jnp.asarray(progress), tree.node_mask)
-  part = jnp.floor(progress * num_progress).astype(jnp.int32)
+  # Two thirds of three bins are two, whichever way they were rounded.
+  part = jnp.floor(progress * num_progress + 1e-3).astype(jnp.int32)
   return (jnp.minimum(depth, num_depths - 1),
           jnp.where(known, level, num_entropies - 1),
           jnp.clip(part, 0, num_progress - 1))

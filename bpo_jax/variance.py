@@ -10,7 +10,7 @@ way to branch would make of it, and `recommend` picks one.
 from collections.abc import Sequence
 import dataclasses
 import itertools
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import chex
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 
 from bpo_jax import checks
 from bpo_jax import masked
+from bpo_jax import predictors
 from bpo_jax import returns
 from bpo_jax import tree as tree_lib
 from bpo_jax import types
@@ -62,7 +63,7 @@ class Report:
     by_entropy: the shares by entropy of the decision, low to high; of decisions
       alone, so that no finished path is among them.
     entropy_edges: nats, the bounds between those bins.
-    alive: share of paths that go on for at least t actions more than 0.
+    alive: share of paths with an action at t.
     remaining: expected number of actions from t on; of all paths, those that
       ended with 0.
     information: expected squared size of the scores from t on, with respect to
@@ -70,7 +71,9 @@ class Report:
       1 - sum_a p(a)^2. How much of the gradient, and of its noise, comes there.
     openness: by how much more information follows where the outcome is open,
       E[Var(R | s) I(s)] / (E[Var(R | s)] E[I(s)]); 1 without data.
-    depth_width: actions in a bin of depth.
+    num_actions: expected number of actions of a path.
+    total_information: that of all of them.
+    depth_width: actions in a bin of depth; quantities are means over a bin.
   """
 
   total: chex.Array  # [] float32
@@ -84,6 +87,8 @@ class Report:
   remaining: chex.Array  # [D] float32
   information: chex.Array  # [D] float32
   openness: chex.Array  # [D] float32
+  num_actions: chex.Array  # [] float32
+  total_information: chex.Array  # [] float32
   depth_width: chex.Array  # [] int32
 
 
@@ -136,11 +141,11 @@ def report(tree: tree_lib.Tree, *, num_depths: int = 8, depth_width: int = 4,
     share_t = Var(E[R | s_t]) / Var(R) = 1 - E[Var(R | s_t)] / Var(R | task).
 
   Both components are means of `group_variances`: the first over the branch
-  points at depth t, each counting as often as a path comes through it, times
-  the share of paths alive at t; the second over the roots. Their difference is
-  the between-prefix component. Intervals are those of the delete-one-tree
-  jackknife of the whole ratio, with Student's t: trees (tasks) are independent,
-  the groups within a tree are not.
+  points at depth t below the root, each counting as often as a path comes
+  through it, times the share of paths alive at t; the second over the roots.
+  Their difference is the between-prefix component. Intervals are those of the
+  delete-one-tree jackknife of the whole ratio, with Student's t: trees (tasks)
+  are independent, the groups within a tree are not.
 
   What is forked must represent what is not: given its depth (or its entropy)
   alone, the choice of a branch point should not depend on the state. Trees that
@@ -166,53 +171,45 @@ def report(tree: tree_lib.Tree, *, num_depths: int = 8, depth_width: int = 4,
   _check_options(num_depths, depth_width, num_quantiles, finished, confidence)
   variances, weights = group_variances(tree), common.node_weights(tree, 'split')
   grouped = tree_lib.num_children(tree) > 1
-  num_bins, width = num_depths, depth_width
-  paths = _paths(tree, weights, num_bins * width)
-  exact = jnp.arange(num_bins)[:, None] * width + jnp.arange(width)
+  forked = grouped & (jnp.asarray(tree.parents) >= 0)
+  paths = _paths(tree, weights, num_depths * depth_width)
+  exact = jnp.arange(num_depths * depth_width).reshape(num_depths, depth_width)
   alive = jnp.mean(paths.alive[:, exact], axis=-1)  # [B, D]
   has_root = grouped[:, 0]
-  root = _Total(jnp.where(has_root, variances[:, 0], 0)[:, None],
-                has_root.astype(jnp.float32)[:, None])
+  root = variances[:, :1], has_root.astype(jnp.float32)[:, None]
   total = root
   if finished == 'excluded':
     total = _totals_alive(tree, weights, exact[:, 0])
     alive = jnp.ones_like(alive)
-  depth = jnp.minimum(_actions_through(tree) // width, num_bins - 1)
+  depth = jnp.minimum(
+      predictors.actions_through(tree) // depth_width, num_depths - 1)
   ahead = _information_below(tree)
-  by_depth = _binned(variances, weights, ahead, grouped, depth, num_bins)
+  by_depth = _binned(variances, weights, ahead, forked, depth, num_depths)
   real = jnp.asarray(tree.node_mask)[:, 0]
   depth_shares, within = _shares(by_depth, alive, total, real, confidence)
   entropy, edges = _entropy_bins(tree, weights, num_quantiles)
   by_entropy = _binned(
-      variances, weights, ahead, grouped & (entropy >= 0), entropy,
+      variances, weights, ahead, forked & (entropy >= 0), entropy,
       num_quantiles)
   entropy_shares, _ = _shares(
       by_entropy, jnp.ones((len(real), 1)), root, real, confidence)
-  overall = masked.divide(jnp.sum(root.numerator), jnp.sum(root.denominator))
-  against = masked.divide(
-      jnp.sum(total.numerator, 0), jnp.sum(total.denominator, 0))
-  average = lambda x: masked.mean(jnp.mean(x[:, exact], -1), real[:, None], 0)
+  overall, against = (
+      masked.divide(*(jnp.sum(x, axis=0) for x in t)) for t in (root, total))
+  paths = jax.tree.map(lambda x: masked.mean(x, real[:, None], 0), paths)
+  average = lambda x: jnp.mean(x[exact], axis=-1)
   information = average(paths.information)
   return Report(
-      total=overall, num_trees=jnp.sum(has_root, dtype=jnp.int32),
+      total=overall[0], num_trees=jnp.sum(has_root, dtype=jnp.int32),
       within=within,
       between=masked.fill(against - within, depth_shares.num_groups > 0),
       by_depth=depth_shares, by_entropy=entropy_shares, entropy_edges=edges,
       alive=average(paths.alive), remaining=average(paths.remaining),
       information=information, openness=_openness(by_depth, information),
+      num_actions=paths.remaining[0], total_information=paths.information[0],
       depth_width=jnp.asarray(depth_width, jnp.int32))
 
 
-@chex.dataclass(frozen=True, mappable_dataclass=False)
-class _Total:
-  """Var(R | task) of every tree as a numerator and a denominator."""
-
-  numerator: chex.Array  # [B, 1] or [B, D] float32
-  denominator: chex.Array  # of the same shape
-
-
-@chex.dataclass(frozen=True, mappable_dataclass=False)
-class _Bins:
+class _Bins(NamedTuple):
   """Sums over the branch points of each tree in each bin."""
 
   weighted: chex.Array  # [B, D] float32, of weight times variance
@@ -221,8 +218,7 @@ class _Bins:
   num_groups: chex.Array  # [B, D] int32
 
 
-@chex.dataclass(frozen=True, mappable_dataclass=False)
-class _Paths:
+class _Paths(NamedTuple):
   """What the paths of each tree do at and after every exact depth."""
 
   alive: chex.Array  # [B, L] float32
@@ -241,16 +237,10 @@ def _check_options(num_depths, depth_width, num_quantiles, finished,
         f'confidence: expected a number between 0 and 1, got {confidence}')
 
 
-def _actions_through(tree):
-  """Returns the actions of a path up to the end of each node, [B, N]."""
-  starts = jnp.sum(tree_lib.action_starts(tree), axis=-1, dtype=jnp.int32)
-  return walks.sum_above(starts, tree.parents)
-
-
 def _paths(tree, weights, num_depths):
   """Returns what paths do, weighing each by the odds that `split` gives it."""
   starts = tree_lib.action_starts(tree)
-  through = _actions_through(tree)
+  through = predictors.actions_through(tree)
   own = jnp.sum(starts, axis=-1, dtype=jnp.int32)
   begun = jnp.cumsum(starts, axis=-1, dtype=jnp.int32)
   # Tokens of an action have as many actions before them as its first one.
@@ -282,7 +272,7 @@ def _totals_alive(tree, weights, depths):
   leaf = tree_lib.is_leaf(tree)
   values = returns.centred_leaf_returns(tree)
   values = values - returns.centred_values(tree, 'split_mean')[:, :1]
-  through, parents = _actions_through(tree), jnp.asarray(tree.parents)
+  through, parents = predictors.actions_through(tree), jnp.asarray(tree.parents)
   top = parents == 0
 
   def pairs(depth):
@@ -293,8 +283,7 @@ def _totals_alive(tree, weights, depths):
         for x in (jnp.ones_like(values), values, jnp.square(values)))
     others = jnp.sum(mass, -1, keepdims=True) - mass
     cross = jnp.square(jnp.sum(first, -1)) - jnp.sum(jnp.square(first), -1)
-    return _Total(numerator=jnp.sum(second * others, -1) - cross,
-                  denominator=jnp.sum(mass * others, -1))
+    return jnp.sum(second * others, -1) - cross, jnp.sum(mass * others, -1)
 
   return jax.vmap(pairs, out_axes=1)(depths)
 
@@ -340,13 +329,7 @@ def _entropy_bins(tree, weights, num_quantiles):
   A bin holds the same number of decisions, each counted as often as a path
   comes through it.
   """
-  first = tree_lib.first_action_index(tree)
-  entropies = masked.fill(jnp.asarray(tree.entropies), tree.action_mask)
-  own = jnp.take_along_axis(
-      entropies, jnp.maximum(first, 0)[..., None], axis=-1)[..., 0]
-  heir = tree_lib.first_child(tree)
-  known = (heir >= 0) & (common.take(first, heir) >= 0)
-  decision = common.take(own, heir)
+  decision, known = predictors.next_entropies(tree)
   mass = masked.fill(weights, known).ravel()
   order = jnp.argsort(jnp.where(known, decision, jnp.inf).ravel())
   reached = jnp.cumsum(mass[order])
@@ -360,8 +343,7 @@ def _entropy_bins(tree, weights, num_quantiles):
 def _shares(bins, alive, total, real, confidence):
   """Returns the shares of all bins with their intervals, and E[Var(R | s)]."""
   parts = (bins.weighted, bins.weight, masked.fill(alive, real[:, None]),
-           total.numerator, total.denominator,
-           real.astype(jnp.float32)[:, None])
+           *total, real.astype(jnp.float32)[:, None])
   sums = [jnp.sum(part, axis=0) for part in parts]
   share, within = _share(*sums)
   without, _ = _share(*(
@@ -527,7 +509,7 @@ def recommend(found: Report, num_rollouts: float, *, rho: float = 0.5,
   Args:
     found: of trees as they are grown now, finished paths 'explained'.
     num_rollouts: budget of a task in whole episodes; for a budget in steps,
-      divide by `found.remaining[0]`.
+      divide by `found.num_actions`.
     rho: trust in the siblings, as in `bpo_rb`.
     max_siblings: largest K to try.
     max_points: most branch points on one backbone to try.
@@ -544,10 +526,9 @@ def recommend(found: Report, num_rollouts: float, *, rho: float = 0.5,
   checks.at_least('max_siblings', max_siblings, 2, ' (K)')
   checks.at_least('max_points', max_points, 1, ' (M)')
   found = jax.device_get(found)
-  fresh = Recommendation(1, 0, int(num_rollouts), (), 1.0, 1.0,
-                         float(int(num_rollouts)))
-  # A fork before the first action is a fresh rollout: bins start at the next.
-  bins = [d for d in range(1, len(found.within))
+  whole = int(num_rollouts)
+  fresh = Recommendation(1, 0, whole, (), 1.0, 1.0, float(whole))
+  bins = [d for d in range(len(found.within))
           if found.by_depth.num_trees[d] > 1 and found.alive[d] > 0]
   designs = [
       _design(found, depths, k, num_rollouts, rho)
@@ -562,8 +543,10 @@ def recommend(found: Report, num_rollouts: float, *, rho: float = 0.5,
 def _design(found, depths, num_siblings, budget, rho):
   """Returns what a way to branch is predicted to give; None if too dear."""
   at = np.array(depths)
-  remaining = _parts(found.remaining, at)
-  information = _parts(found.information, at) or remaining
+  remaining = (found.remaining[at] / found.num_actions).tolist()
+  information = remaining
+  if found.total_information > 0:
+    information = (found.information[at] / found.total_information).tolist()
   each = 1 + (num_siblings - 1) * sum(remaining)
   num_backbones = int(budget / each)
   if num_backbones < 2:
@@ -577,16 +560,11 @@ def _design(found, depths, num_siblings, budget, rho):
         num_siblings=num_siblings, num_backbones=num_backbones, rho=rho)
 
   shares = found.by_depth
-  first = np.array(depths) * int(found.depth_width)
+  first = np.maximum(at * int(found.depth_width), 1)  # Not at the root.
   ratios = [ratio(s) for s in (shares.share, shares.lower, shares.upper)]
   return Recommendation(
       num_siblings, len(depths), num_backbones, tuple(first.tolist()),
       float(ratios[0]), float(max(ratios)), float(num_backbones * each))
-
-
-def _parts(quantity, at):
-  """Returns the parts of a whole that come after bins; none of nothing."""
-  return (quantity[at] / quantity[0]).tolist() if quantity[0] > 0 else []
 
 
 def summary(found: Report) -> str:
@@ -596,7 +574,7 @@ def summary(found: Report) -> str:
     return 'no tree has two backbones: the return variance is not known'
   lines = [
       f'return variance within a task {found.total:.4g} '
-      f'({found.num_trees} trees), {found.remaining[0]:.1f} actions a path',
+      f'({found.num_trees} trees), {found.num_actions:.1f} actions a path',
       'share of it that the prefix explains',
       f'{"":>14} {"share":>6}  {"interval":<14} {"groups":>6} {"trees":>6} '
       f'{"alive":>6} {"actions left":>12}']

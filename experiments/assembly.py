@@ -211,5 +211,7 @@ def init_state(
     auxiliary['implicit_reward'] = learner.init_state(
         copy(params), optimizer, copy(rng_key)
     )
+  if 'selection slope' in needs:
+    auxiliary['selection_slope'] = jnp.zeros(2)  # (covariance, variance) sums.
   state = learner.init_state(copy(whole), optimizer, copy(rng_key))
   return state._replace(auxiliary=auxiliary)

@@ -18,7 +18,7 @@ from bpo_jax import types
 from experiments import config_fields
 
 # Options that a run sets by a flag of its own, or that only the agent knows.
-_SET_OTHERWISE = ('num_branch_points', 'num_forks', 'vocab_size')
+_SET_OTHERWISE = ('num_branch_points', 'num_forks', 'vocab_size', 'a2')
 # What a policy may ask for besides the tree, by the name of its argument.
 CONTEXT = ('threshold', 'key', 'values', 'remaining_costs')
 # Lengths that papers give in tokens of a language model's prose; a turn of the
@@ -49,9 +49,9 @@ POLICIES = _policies()
 def table_options() -> dict[str, tuple[options.Option, list[str]]]:
   """Returns every option of the table with who has it, by name."""
   found = {}
-  holders = {name: algorithms.get(name).parts for name in algorithms.names()}
-  holders |= {name: (policy,) for name, policy in POLICIES.items()}
-  for holder, parts in holders.items():
+  rows = [(name, algorithms.get(name).parts) for name in algorithms.names()]
+  policies = [(name, (policy,)) for name, policy in POLICIES.items()]
+  for holder, parts in rows + policies:
     for part in parts:
       for name, option in options.of(part).items():
         if name in _SET_OTHERWISE:

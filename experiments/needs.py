@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from bpo_jax import advantages
 from bpo_jax import algorithms
 from bpo_jax import golden
 from bpo_jax import learner
+from bpo_jax import masked
 from bpo_jax import options
 from bpo_jax import predictors
 from bpo_jax import preferences
@@ -57,6 +59,7 @@ class Needs:
     self._outputs = learner.make_outputs_fn(
         assembly.learning_model(config, agent), config.temperature)
     self._observe = jax.jit(predictors.update)
+    self._slope = jax.jit(advantages.selection_slope)
     self._plan = jax.jit(self._make_plan)
     self._targets = jax.jit(self._make_targets)
     if 'implicit reward' in method.needs:
@@ -97,6 +100,7 @@ class Needs:
       algorithms.check_anchors(self._method.name, tree)
     for need, make in (('golden trajectory', self._golden),
                        ('value head', self._critic),
+                       ('selection slope', self._selection_slope),
                        ('implicit reward', self._implicit_reward)):
       if need in self._method.needs:
         given = make(given, tasks)
@@ -115,12 +119,23 @@ class Needs:
     return given._replace(
         arrays={**given.arrays, 'values': values}, value_targets=targets)
 
+  def _selection_slope(self, given: Given, tasks) -> Given:
+    """Adds the slope of the batch before; this one's is for the next."""
+    before = given.state.auxiliary['selection_slope']
+    after = jnp.stack(self._slope(given.tree.replace(allowed=None)))
+    state = given.state._replace(
+        auxiliary={**given.state.auxiliary, 'selection_slope': after})
+    return given._replace(
+        arrays={**given.arrays, 'a2': masked.divide(*before)}, state=state)
+
   def _make_targets(self, tree, values):
     """Returns the lambda-returns, with the scalars of the estimator."""
     chosen = options.of(self._method.credit)
-    names = ('discount', 'lambda_')
+    scalars = {n: chosen[n].default for n in ('discount', 'lambda_')}
+    on_trees = options.unwrap(self._method.credit) is advantages.tree_gae
     return advantages.lambda_returns(
-        tree, values, **{name: chosen[name].default for name in names})
+        tree, values, node_weighting='split' if on_trees else 'uniform',
+        **scalars)
 
   def _implicit_reward(self, given: Given, tasks) -> Given:
     """Trains the second policy on pairs, then reads its rewards off."""

@@ -26,7 +26,25 @@ from experiments import enumerable
 
 _THRESHOLD = 0.5  # Nats; of a choice between two, a coin toss has 0.69.
 _BUCKET = 64  # Nodes are padded to a multiple, to compile for few shapes.
-_ONE_TOKEN = {'min_spacing': 1, 'boundary_interval': 1, 'entropy_window': 1}
+_ONE_TOKEN = {'min_spacing': 1, 'boundary_interval': 1, 'entropy_window': 1,
+              'vocab_size': 2}
+# A tree of six branches at each of three levels has 216 leaves; three will do.
+_SMALLER = {'spo_tree': dict(num_branch_points=9, num_forks=2)}
+_SMALLER_BACKBONES = {'spo_tree': 3}
+
+
+# Compiled once for all methods that share an estimator or a branch policy, and
+# in haste: every kernel runs a few times only.
+_jit = functools.partial(
+    jax.jit, compiler_options={'xla_backend_optimization_level': 0})
+_compiled = functools.cache(_jit)
+
+
+@functools.cache
+def _compiled_policy(policy):
+  known = inspect.signature(policy).parameters
+  options = {k: v for k, v in _ONE_TOKEN.items() if k in known}
+  return _jit(functools.partial(policy, **options))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +57,7 @@ class Method:
     policy: tree -> BranchPlan; None where the root alone branches.
     num_backbones: first trajectories of a tree.
     num_stages: how often the policy is asked.
+    options: numbers for the estimator, in name and value.
     unbiased: whether the estimate claims to be of the gradient itself, up to
       the number of paths that it sums over.
   """
@@ -48,25 +67,26 @@ class Method:
   policy: Callable[..., types.BranchPlan] | None = None
   num_backbones: int = 8
   num_stages: int = 1
+  options: tuple[tuple[str, float], ...] = ()
   unbiased: bool = False
 
-  @functools.cached_property
-  def credit(self) -> Callable[..., types.Credit]:
-    """Returns the compiled estimator."""
-    return jax.jit(self.estimator)
+  def plan(self, forest: enumerable.Forest, key: jax.Array
+           ) -> types.BranchPlan:
+    """Returns where the method forks, on the host."""
+    supply = asks_for(self.policy, _FOR_POLICIES | {'key': lambda _: key})
+    supply = {name: of(forest) for name, of in supply.items()}
+    return jax.device_get(_compiled_policy(self.policy)(forest.tree, **supply))
 
-  @functools.cached_property
-  def plan(self) -> Callable[..., types.BranchPlan]:
-    """Returns the compiled branch policy."""
-    known = inspect.signature(self.policy).parameters
-    options = {k: v for k, v in _ONE_TOKEN.items() if k in known}
-    if 'vocab_size' in known:
-      options['vocab_size'] = 2
-    return jax.jit(functools.partial(self.policy, **options))
+  def credit(self, forest: enumerable.Forest) -> types.Credit:
+    """Returns the credit of grown trees, on the host."""
+    supply = {name: of(forest)
+              for name, of in asks_for(self.estimator).items()}
+    supply |= {k: np.float32(v) for k, v in self.options}
+    return jax.device_get(_compiled(self.estimator)(forest.tree, **supply))
 
   def grow(self, task: enumerable.Task, seed: int, num_trees: int
-           ) -> tuple[enumerable.Forest, types.Credit]:
-    """Returns trees drawn and forked as the method does, and their credit."""
+           ) -> enumerable.Forest:
+    """Returns trees drawn and forked as the method does."""
     label = zlib.crc32(self.name.encode())
     rng = np.random.default_rng([seed, label])
     key = jax.random.fold_in(jax.random.key(seed), label)
@@ -74,41 +94,50 @@ class Method:
     if 'golden' in inspect.signature(self.estimator).parameters:
       forest = _with_golden(forest)
     for stage in range(self.num_stages if self.policy else 0):
-      supply = policy_arrays(forest, jax.random.fold_in(key, stage))
-      plan = self.plan(forest.tree, **_asked_for(self.policy, supply))
-      forest = enumerable.fork(forest, jax.device_get(plan), rng)
-    forest = enumerable.pad(forest, _BUCKET)
-    supply = estimator_arrays(forest)
-    credit = self.credit(forest.tree, **_asked_for(self.estimator, supply))
-    return forest, jax.device_get(credit)
+      forest = enumerable.pad(forest, _BUCKET)
+      plan = self.plan(forest, jax.random.fold_in(key, stage))
+      forest = enumerable.fork(forest, plan, rng)
+    return enumerable.pad(forest, _BUCKET)
 
 
-def policy_arrays(forest: enumerable.Forest, key: jax.Array
-                  ) -> dict[str, Any]:
-  """Returns what branch policies may ask for, by argument name."""
-  return dict(
-      key=key, values=forest.at_end(forest.task.values),
-      remaining_costs=forest.at_end(forest.task.remaining))
-
-
-def estimator_arrays(forest: enumerable.Forest) -> dict[str, Any]:
-  """Returns what estimators may ask for, by argument name.
-
-  The critic is the true one, the implicit rewards are the true advantages of
-  the actions, and the golden path is the one marked by its birth.
-  """
+def _implicit_rewards(forest):
+  """Returns the true advantage of every action."""
   task, tree = forest.task, forest.tree
   taken = tree.tokens[..., 0] * tree.action_mask[..., 0]
   gain = task.advantages[forest.states_before, taken][..., None]
-  return dict(
-      values=forest.before(task.values),
-      implicit_rewards=np.where(tree.action_mask, gain, 0).astype(np.float32),
-      golden=tree.birth == forest.stage if forest.stage else tree.birth < 0)
+  return np.where(tree.action_mask, gain, 0).astype(np.float32)
 
 
-def _asked_for(function, supply):
+def _golden(forest):
+  """Returns the nodes of what `_with_golden` laid last."""
+  return forest.tree.birth == max(forest.stage, 1)
+
+
+@functools.cache
+def _slope_of(task):
+  """Returns SIPO's a2, of trees that no estimate is made from."""
+  sample = enumerable.backbones(task, np.random.default_rng(0), 256, 4)
+  covariance, variance = _jit(advantages.selection_slope)(sample.tree)
+  return np.float32(covariance / max(variance, 1e-12))
+
+
+# What branch policies and estimators may ask for, by argument name.
+_FOR_POLICIES = dict(
+    values=lambda forest: forest.at_end(forest.task.values),
+    remaining_costs=lambda forest: forest.at_end(forest.task.remaining))
+_FOR_ESTIMATORS = dict(
+    values=lambda forest: forest.before(forest.task.values),
+    implicit_rewards=_implicit_rewards, golden=_golden,
+    a2=lambda forest: _slope_of(forest.task))
+
+
+def asks_for(function: Callable[..., Any],
+             supply: Mapping[str, Callable[[enumerable.Forest], Any]]
+             = _FOR_ESTIMATORS
+             ) -> dict[str, Callable[[enumerable.Forest], Any]]:
+  """Returns what a function asks for, each to be computed from a forest."""
   known = inspect.signature(function).parameters
-  return {k: v for k, v in supply.items() if k in known}
+  return {name: of for name, of in supply.items() if name in known}
 
 
 def _with_golden(forest):
@@ -273,6 +302,10 @@ _CAUSAL = functools.partial(
     num_forks=1, max_per_path=2)
 
 
+# Rows that claim the gradient itself, whatever is drawn.
+_UNBIASED = ('rloo', 'bpo_rb', 'bpo_adaptive')
+
+
 def _bpo(**options):
   return functools.partial(advantages.bpo, **options)
 
@@ -293,9 +326,8 @@ def variants() -> dict[str, Method]:
            unbiased=True),
       make('bpo causal split drop',
            _bpo(node_weighting='split', incumbent='drop'), _CAUSAL),
-      *(make(f'bpo_rb rho={rho}',
-             functools.partial(advantages.bpo_rb, rho=rho), _CAUSAL,
-             unbiased=True) for rho in (0.0, 0.4, 0.5, 1.0)),
+      *(make(f'bpo_rb rho={rho}', advantages.bpo_rb, _CAUSAL, unbiased=True,
+             options=(('rho', rho),)) for rho in (0.0, 0.4, 0.5, 1.0)),
       *(Method(f'root leave-one-out {size}', advantages.rloo,
                num_backbones=size, unbiased=True) for size in (2, 4, 8, 16)),
   ]
@@ -305,11 +337,14 @@ def variants() -> dict[str, Method]:
 def _from_table(name: str) -> Method:
   """Returns a row of the table as a method."""
   row = algorithms.get(name)
+  policy = row.branch_policy
+  if name in _SMALLER:
+    policy = functools.partial(policy, **_SMALLER[name])
   return Method(
-      name, row.estimator, row.branch_policy,
-      num_backbones=row.defaults['num_backbones'],
-      num_stages=row.defaults.get('num_stages', 1),
-      unbiased=name in ('rloo', 'bpo_rb'))
+      name, row.estimator, policy, num_stages=row.defaults['num_stages'],
+      num_backbones=_SMALLER_BACKBONES.get(
+          name, row.defaults['num_backbones']),
+      unbiased=name in _UNBIASED)
 
 
 def all_methods() -> Mapping[str, Method]:

@@ -1,16 +1,43 @@
 """algorithms: every row of the table runs and says where it comes from."""
 
+import pathlib
+
 import builders
 import jax
 import numpy as np
 import pytest
 
-from bpo_jax import advantages
 from bpo_jax import algorithms
+from bpo_jax import types
+
+_DOCS = pathlib.Path(__file__).resolve().parent.parent / 'docs'
 
 
-def test_names():
-  assert algorithms.names() == ('bpo', 'bpo_rb', 'grpo', 'rloo')
+def _arrays(row, tree):
+  """What a row needs beside the tree, from nothing but its shape."""
+  ones = np.ones(tree.tokens.shape, np.float32)
+  golden = np.zeros(tree.parents.shape, bool)
+  arrays = {'value head': {'values': ones},
+            'implicit reward': {'implicit_rewards': ones},
+            'golden trajectory': {'golden': golden}}
+  found = {}
+  for need in row.needs:
+    found |= arrays.get(need, {})
+  return found
+
+
+def _context(row, tree):
+  values = np.full(tree.parents.shape, 0.5, np.float32)
+  key = jax.random.key(0)
+  wanted = {'value predictor': {'values': values}}
+  context = {'key': key} if 'key' in _keywords(row.branch_policy) else {}
+  for need in row.needs:
+    context |= wanted.get(need, {})
+  return context
+
+
+def _keywords(function):
+  return algorithms.options.keywords(function)
 
 
 @pytest.mark.parametrize('name', algorithms.names())
@@ -18,18 +45,54 @@ def test_rows(name):
   row = algorithms.get(name)
   assert row.name == name and row.source
   assert row.exactness in ('exact', 'restated', 'read', 'ours')
+  assert set(row.needs) <= set(algorithms.NEEDS)
   tree = builders.random_trees(0)
-  credit = jax.jit(row.credit)(tree)
-  np.testing.assert_allclose(
-      credit.advantages, getattr(advantages, name)(tree).advantages, atol=1e-6)
-  value = row.objective(np.zeros(2), np.zeros(2), np.ones(2))
-  np.testing.assert_array_equal(value, 1)
-  plan = row.plan(tree)
-  if row.defaults['num_branch_points']:
-    assert plan.node.shape == (3, row.defaults['num_branch_points'])
-    assert set(np.unique(plan.count)) <= {0, row.defaults['num_forks']}
+  credit = row.credit(tree, **_arrays(row, tree))
+  assert credit.advantages.shape == tree.tokens.shape
+  assert np.isfinite(credit.advantages).all()
+  value = row.objective(np.zeros(2), np.zeros(2), np.ones(2),
+                        mask=np.ones(2, bool))
+  # At ratio 1 APPO's future factor is 1, and adds to the advantage.
+  np.testing.assert_allclose(value, 2 if name == 'appo' else 1, rtol=1e-6)
+  if row.branch_policy is None:
+    assert row.plan(tree) is None
   else:
-    assert plan is None
+    plan = row.plan(tree, **_context(row, tree))
+    assert plan.node.shape == plan.count.shape
+    assert (np.asarray(plan.unspent) >= 0).all()
+
+
+@pytest.mark.parametrize('name', algorithms.names())
+def test_the_docs_and_the_help_list_every_row(name):
+  row = algorithms.get(name)
+  lines = [line for line in (_DOCS / 'algorithms.md').read_text().splitlines()
+           if line.startswith(f'| `{name}` |')]
+  assert len(lines) == 1
+  for text in (row.source, row.exactness, *row.needs):
+    assert text in lines[0]
+  assert f'{name} ' in algorithms.describe()
+
+
+@pytest.mark.parametrize('name', [
+    name for name in algorithms.names()
+    if set(algorithms.get(name).needs) & {
+        'value head', 'implicit reward', 'golden trajectory'}])
+def test_what_is_not_given_is_an_error(name):
+  with pytest.raises(ValueError, match='needs'):
+    algorithms.get(name).credit(builders.random_trees(0))
+
+
+@pytest.mark.parametrize('name', ['trace', 'bpo_adaptive'])
+def test_a_plan_without_predictions_is_an_error(name):
+  with pytest.raises(ValueError, match='values'):
+    algorithms.get(name).plan(builders.random_trees(0))
+
+
+def test_unknown_observations_are_an_error_where_anchors_are_needed():
+  tree = builders.random_trees(0)
+  blind = tree.replace(anchor=np.full_like(tree.anchor, types.UNKNOWN_ANCHOR))
+  with pytest.raises(ValueError, match='gigpo needs anchors'):
+    algorithms.get('gigpo').credit(blind)
 
 
 def test_defaults_cannot_be_changed():
@@ -42,18 +105,22 @@ def test_overrides_reach_the_functions():
   row = algorithms.get('bpo')
   assert row.plan(tree, num_branch_points=2).node.shape == (3, 2)
   got = row.credit(tree, node_weighting='split')
-  expected = advantages.bpo(tree, node_weighting='split')
+  expected = algorithms.advantages.bpo(tree, node_weighting='split')
   np.testing.assert_array_equal(got.weights, expected.weights)
 
 
 @pytest.mark.parametrize('call, message', [
-    (lambda tree: algorithms.get('bpo_rbb'), "bpo_rb.*got 'bpo_rbb'"),
-    (lambda tree: algorithms.get('zzz'), 'bpo, bpo_rb, grpo, rloo'),
+    (lambda tree: algorithms.get('bpo_rbb'), "got 'bpo_rbb'.*bpo_rb"),
+    (lambda tree: algorithms.get('zzz'), 'bpo, .*rloo'),
     (lambda tree: algorithms.get('bpo').credit(tree, lamda_=1.0), 'lambda_'),
     (lambda tree: algorithms.get('bpo').plan(tree, num_fork=1), 'num_forks'),
     (lambda tree: algorithms.get('rloo').plan(tree, num_forks=1),
      'does not branch'),
+    (lambda tree: algorithms.get('bpo').plan(tree, num_forks=0),
+     'num_forks: expected at least 1'),
+    (lambda tree: algorithms.get('cbpo').plan(tree, num_rollouts=0),
+     'num_rollouts: expected at least 1'),
 ])
-def test_typos_list_the_near_names(call, message):
+def test_bad_input_is_an_error(call, message):
   with pytest.raises(ValueError, match=message):
     call(builders.random_trees(0))

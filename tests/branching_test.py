@@ -165,12 +165,23 @@ def test_an_unknown_statistic_is_an_error():
     branching.top_entropy(_backbone([1.0]), statistic='token')
 
 
-def _plan(policy, tree, b=0, **kwargs):
+@functools.cache
+def _compiled(policy, options):
+  return jax.jit(functools.partial(policy, **dict(options)))
+
+
+def _plan(policy, tree, arrays=None, **options):
   """Returns (node, offset, count) of the used slots, and what is unspent."""
-  plan = jax.device_get(policy(tree, **kwargs))
-  counts = plan.count[b][plan.node[b] >= 0].tolist()
-  return ([(*slot, count) for slot, count in zip(_slots(plan, b), counts)],
-          int(plan.unspent[b]))
+  policy = _compiled(policy, tuple(options.items()))
+  plan = jax.device_get(policy(tree, **(arrays or {})))
+  counts = plan.count[0][plan.node[0] >= 0].tolist()
+  return ([(*slot, count) for slot, count in zip(_slots(plan, 0), counts)],
+          int(plan.unspent[0]))
+
+
+def _stack(builder):
+  """Returns a batch of one tree, all of one shape."""
+  return tree_lib.stack([builder], num_nodes=16, num_tokens=4)
 
 
 def test_equal_distances_by_hand():
@@ -186,9 +197,9 @@ def test_oracle_value_gap_by_hand():
   node = builder.add(-1, [0])
   for reward in (0.0, 0.0, 1.0):
     node = builders.add_action(builder, node, reward=reward)
-  values = np.float32([[.5, .6, .2, 0, 0, 0, 0, 0]])
-  slots, _ = _plan(branching.oracle_value_gap, tree_lib.stack([builder]),
-                   values=values, num_branch_points=3, min_spacing=0)
+  values = np.float32([[.5, .6, .2] + [0] * 13])
+  slots, _ = _plan(branching.oracle_value_gap, _stack(builder),
+                   dict(values=values), num_branch_points=3, min_spacing=0)
   assert [node for node, *_ in slots] == [3, 2, 1]
 
 
@@ -201,7 +212,7 @@ def _by_token(entropies, log_probs=None, num_backbones=1):
     for i, entropy in enumerate(entropies):
       log_prob = -1.0 if log_probs is None else log_probs[i]
       node = builder.add(node, [0], [True], [log_prob], [entropy])
-  return tree_lib.stack([builder])
+  return _stack(builder)
 
 
 def test_cbpo_by_hand():
@@ -209,10 +220,9 @@ def test_cbpo_by_hand():
   # 2, 4 and 6. So P_raw = 0.2 + 2 (H - 0.1) = 0.7, 1 and 0.2.
   unit = np.log(10)
   entropies = np.array([.1, .1, .3, .4, .5, .7, .1, .1]) * unit
-  cbpo = functools.partial(
-      branching.cbpo_allocation, boundary_interval=2, entropy_window=2,
-      vocab_size=10)
-  slots, unspent = _plan(cbpo, _by_token(entropies), num_rollouts=7)
+  slots, unspent = _plan(
+      branching.cbpo_allocation, _by_token(entropies), num_rollouts=7,
+      boundary_interval=2, entropy_window=2, vocab_size=10)
   # At token 4: 1, then 0.757 (L = l = 1), above 0.609 at token 2 (L = 1), then
   # 0.644 (L = l = 2) above 0.562; node 4 is full, so that token 2 gets the
   # fourth, 0.530. The trajectory is full; the last two are fresh rollouts.
@@ -231,15 +241,16 @@ def test_appo_weighs_by_what_the_future_gained():
   current = np.asarray(tree.behaviour_log_probs).copy()
   current[0, 4] += 0.1  # The fourth token, so that Omega falls after it.
   current[0, 1] -= 0.1  # The first one, so that Omega is lower there.
-  slots, _ = _plan(branching.appo_score, tree, current_log_probs=current)
+  slots, _ = _plan(
+      branching.appo_score, tree, dict(current_log_probs=current))
   assert slots == [(5, 0, 1)]
 
 
 def test_arpo_asks_after_observations_alone():
   tree = _by_token([.5] * 4)
   slots, unspent = _plan(
-      branching.arpo_after_tool, tree, num_rollouts=9, fork_threshold=1.0,
-      key=jax.random.key(0))
+      branching.arpo_after_tool, tree, dict(key=jax.random.key(0)),
+      num_rollouts=9, fork_threshold=1.0)
   # Before each action but the first, in turn; then five fresh rollouts.
   assert slots == [(2, 0, 1), (3, 0, 1), (4, 0, 1), (1, 0, 5)]
   assert unspent == 0
@@ -253,9 +264,10 @@ def test_trace_by_hand():
   node = builder.add(-1, [0])
   for reward in (0.0, 0.0, 1.0):
     node = builders.add_action(builder, node, reward=reward)
-  values = np.float32([[.5, .9, .2, 0, 0, 0, 0, 0]])
+  values = np.float32([[.5, .9, .2] + [0] * 13])
   plan = functools.partial(
-      _plan, branching.trace_budget, tree_lib.stack([builder]), values=values)
+      _plan, branching.trace_budget, _stack(builder),
+      dict(values=values))
   assert plan(num_rollouts=5) == ([(3, 0, 2), (1, 0, 2)], 0)
   assert plan(num_rollouts=2) == ([(3, 0, 1)], 0)
 
@@ -271,14 +283,14 @@ def test_branpo_walks_back_from_a_failure():
     second = builders.add_action(builder, first)
     ends.append((first, second, builders.add_action(builder, second)))
   tail = functools.partial(_plan, branching.branpo_tail)
-  assert tail(tree_lib.stack([builder])) == ([(3, 0, 3), (6, 0, 3)], 18)
+  assert tail(_stack(builder)) == ([(3, 0, 3), (6, 0, 3)], 18)
   for _, second, _ in ends:
     builders.add_action(builder, second, birth=1, reward=0.0)
-  assert tail(tree_lib.stack([builder]))[0] == [(2, 0, 3), (5, 0, 3)]
+  assert tail(_stack(builder))[0] == [(2, 0, 3), (5, 0, 3)]
   builders.add_action(builder, ends[0][0], birth=2, reward=1.0)
   builders.add_action(builder, ends[1][0], birth=2, reward=0.0)
   # The second one goes on, before its first action: at the root.
-  assert tail(tree_lib.stack([builder]))[0] == [(1, 0, 3)]
+  assert tail(_stack(builder))[0] == [(1, 0, 3)]
 
 
 def test_branpo_by_accuracy():
@@ -290,7 +302,7 @@ def test_branpo_by_accuracy():
       for step in range(3 + (i == 0)):
         node = builders.add_action(
             builder, node, reward=reward if step == 2 + (i == 0) else 0.0)
-    return _plan(branching.branpo_tail, tree_lib.stack([builder]))[0]
+    return _plan(branching.branpo_tail, _stack(builder))[0]
   # The first one is longer by one action.
   assert tail(1., 1.) == [(4, 0, 2), (7, 0, 2)]
   assert tail(1., 1., 0.) == [(2, 0, 6)]
@@ -306,12 +318,12 @@ def test_recursion_forks_the_newest_stage_until_it_is_deep_enough():
   node = builders.add_action(builder, root)
   builders.add_action(builder, node, entropy=0.5)
   plan = functools.partial(_plan, policy, num_branch_points=2, num_forks=1)
-  assert plan(tree_lib.stack([builder])) == ([(2, 0, 1), (1, 0, 1)], 0)
+  assert plan(_stack(builder)) == ([(2, 0, 1), (1, 0, 1)], 0)
   fork = builders.add_action(builder, node, birth=1)
   fork = builders.add_action(builder, fork, birth=1)
-  assert plan(tree_lib.stack([builder])) == ([(fork, 0, 1)], 1)
+  assert plan(_stack(builder)) == ([(fork, 0, 1)], 1)
   builders.add_action(builder, fork, birth=2)
-  assert plan(tree_lib.stack([builder])) == ([], 2)
+  assert plan(_stack(builder)) == ([], 2)
 
 
 def test_a_recursion_has_the_options_of_its_policy():
@@ -333,7 +345,8 @@ def test_a_fresh_rollout_forks_before_the_first_action():
   root = builder.add(-1, [0, 1])
   seen = builder.add(root, [2, 3])  # An observation alone.
   builder.add(seen, [4, 5], [False, True], [0., -1.], [0., 1.])
-  tree = tree_lib.stack([builder])
-  slots, _ = _plan(branching.arpo_after_tool, tree, num_rollouts=3,
-                   key=jax.random.key(0))
+  tree = _stack(builder)
+  slots, _ = _plan(
+      branching.arpo_after_tool, tree, dict(key=jax.random.key(0)),
+      num_rollouts=3)
   assert slots == [(2, 1, 2)]

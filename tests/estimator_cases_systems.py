@@ -42,6 +42,11 @@ CASES = {
     'gcpo-fail': _Case(
         _gcpo, _gcpo_oracle, dict(success_threshold=-_NEVER),
         arrays=dict(golden='node'), contrast=False),
+    'gcpo-margin': _Case(
+        _gcpo, _gcpo_oracle,
+        dict(success_threshold=-_NEVER, contrast='logistic_margin',
+             contrast_beta=0.7),
+        arrays=dict(golden='node'), contrast=False),
     'gcpo-succeed': _Case(
         _gcpo, _gcpo_oracle, dict(success_threshold=_NEVER),
         arrays=dict(golden='node')),

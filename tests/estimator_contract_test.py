@@ -185,7 +185,7 @@ def test_no_gradient_leaks(case):
         tree.replace(rewards=rewards, entropies=entropies,
                      behaviour_log_probs=log_probs), **case.options, **arrays)
     return jnp.sum(credit.advantages ** 2) + jnp.sum(credit.weights)
-  gradients = jax.grad(loss, argnums=(0, 1, 2, 3))(
+  gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(
       tree.rewards, tree.entropies, tree.behaviour_log_probs, arrays)
   for gradient in jax.tree.leaves(gradients):
     assert (np.asarray(gradient) == 0).all()

@@ -11,6 +11,7 @@ class Node:
     self.length = int(tree.token_mask[b, n].sum())
     self.mask = [bool(m) for m in tree.action_mask[b, n]]
     self.entropies = [float(e) for e in tree.entropies[b, n]]
+    self.log_probs = [float(p) for p in tree.behaviour_log_probs[b, n]]
     self.reward = float(tree.rewards[b, n])
     self.birth = int(tree.birth[b, n])
     self.parent = None

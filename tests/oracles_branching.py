@@ -461,6 +461,8 @@ def _tail_forks(chain, success_threshold, solved, failed, long, counts):
     return None
   if not steps or steps[0].host is None or forks_of(steps[0]):
     return None
+  if steps[0].offset == 0 and not any(steps[0].host.heir.mask[:1]):
+    return None
   return steps[0], count
 
 

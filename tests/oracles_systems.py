@@ -210,7 +210,8 @@ def branpo(tree, success_threshold=0.8, epsilon=1e-6):
   return oracles.credit(tree, per_token)
 
 
-def gcpo(tree, golden, success_threshold=0.5, epsilon=1e-6):
+def gcpo(tree, golden, success_threshold=0.5, epsilon=1e-6,
+         contrast='surrogate', contrast_beta=1.0):
   """GRPO, or a golden path against failures."""
   def per_token(node, marked):
     leaves = node.path[0].leaves
@@ -223,6 +224,10 @@ def gcpo(tree, golden, success_threshold=0.5, epsilon=1e-6):
     elif teacher and rollouts:
       values = {**{leaf: 1 / len(teacher) for leaf in teacher},
                 **{leaf: -1 / len(rollouts) for leaf in rollouts}}
+      if contrast == 'logistic_margin':
+        margin = sum(v * mean_log_prob(leaf) for leaf, v in values.items())
+        slope = contrast_beta / (1 + np.exp(contrast_beta * margin))
+        values = {leaf: slope * v for leaf, v in values.items()}
     else:
       values = dict.fromkeys(leaves, 0.0)
     total = weighted = 0.0
@@ -237,6 +242,13 @@ def gcpo(tree, golden, success_threshold=0.5, epsilon=1e-6):
     part = oracles.credit(tree, lambda node, _: per_token(node, marked))
     out[:, b] = part[:, b]
   return out
+
+
+def mean_log_prob(leaf):
+  """Length-normalised log-likelihood of a path."""
+  found = [p for node in leaf.path
+           for p, inside in zip(node.log_probs, node.mask) if inside]
+  return sum(found) / max(len(found), 1)
 
 
 def golden_leaf(tree, scores):

@@ -11,6 +11,7 @@ import sys
 import time
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from bpo_jax import algorithms
@@ -61,6 +62,21 @@ def _check_resumption(folder, updates, save_every, **overrides):
 
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
   _check_resumption(tmp_path, updates=2, save_every=1, algorithm='rloo')
+
+
+@pytest.mark.parametrize('algorithm', algorithms.names())
+def test_every_algorithm_trains_for_two_updates(algorithm, tmp_path):
+  run = _start(tmp_path, algorithm=algorithm, updates=2, debug=True)
+  before = tiny_runs.bits(run.state.params)
+  rows = [values for _, values in train.train(run)]
+  assert len(rows) == 2 and int(run.state.update) == 2
+  for values in rows:
+    assert np.isfinite([values['loss/surrogate'], values['gradient/norm']]).all()
+    assert values['gradient/norm'] > 0 and values['tree/unspent_forks'] >= 0
+  if run.method.plan is not None and not set(run.method.wants) & {'values'}:
+    assert rows[0]['tree/leaves'] > run.method.num_backbones
+  assert tiny_runs.bits(run.state.params) != before
+  assert checkpoint.latest_step(run.workdir / 'checkpoints') == 2
 
 
 @pytest.mark.slow
@@ -219,7 +235,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
   tiny_runs.finish(_start(tmp_path, save_every=1), stop=2)
   monkeypatch.setattr(
       learner, 'make_policy_loss',
-      lambda *_: lambda log_probs, *_: {'loss/x': log_probs * jnp.nan})
+      lambda *_: learner.Loss(
+          lambda outputs, *_: ({'loss/x': outputs.log_probs * jnp.nan}, {})))
   config = tiny_runs.config(tmp_path, save_every=1)
   with pytest.raises(SystemExit, match='step of update 2 is not finite'):
     _call(*tiny_runs.arguments(config), '--resume')

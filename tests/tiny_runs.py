@@ -9,6 +9,8 @@ from absl import flags
 import jax
 import numpy as np
 
+from bpo_jax import algorithms
+from bpo_jax import options
 from environments.alfworld import household
 from experiments import assembly
 from experiments import config_flags
@@ -29,9 +31,16 @@ def config(folder, **overrides) -> configs.TrainConfig:
   """A run in folder/run, its caches in folder/cache."""
   values = {**SIZES, **_RUN, 'workdir': str(folder / 'run'),
             'cache_dir': str(folder / 'cache'), **overrides}
-  if values.get('algorithm') in ('grpo', 'rloo'):
+  policy = algorithms.get(values.get('algorithm', 'bpo')).branch_policy
+  known = {} if policy is None else options.of(policy)
+  if 'num_branch_points' not in known:
     del values['num_branch_points']
     values.setdefault('num_backbones', 3)
+  if 'num_rollouts' in known:
+    values.setdefault('num_backbones', 3)
+    values.setdefault('num_rollouts', 5)
+  if values.get('algorithm') == 'spo_tree':  # 216 leaves otherwise.
+    values = {'num_backbones': 2, 'group_size': 2, **values}
   return configs.TrainConfig(**values)
 
 

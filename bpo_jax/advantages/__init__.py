@@ -1,8 +1,13 @@
 """Credit estimators: a tree in, advantages and weights per token out.
 
-All of them contrast returns of whole paths (`returns.centred_values`), so what
-was received before a branch cancels. A leaf that is not terminal counts with
-what it received so far. Nothing here carries a gradient.
+Nearly all contrast returns of whole paths (`returns.centred_values`), so what
+was received before a branch cancels; the critics compare with a value head. A
+leaf that is not terminal counts with what it received so far. Nothing here
+carries a gradient.
+
+`group_relative` compares whole paths, `branch_relative` siblings, `critic`
+uses values, `steps` credits steps and tokens, `contrast` holds the systems that
+mix first trajectories and forks, `search` those that search trees.
 
 Which tokens share an advantage. A sibling group is two nodes or more of one
 parent. A token takes the advantage of its nearest group member on the way up,

@@ -4,7 +4,10 @@ They train on rows (`rows`): first trajectories, and forks from their branch
 points on. Where credit goes by row the root, which holds the prompt, weighs 0.
 """
 
+from typing import Literal
+
 import chex
+import jax
 import jax.numpy as jnp
 
 from bpo_jax import checks
@@ -15,6 +18,8 @@ from bpo_jax import types
 from bpo_jax import walks
 from bpo_jax.advantages import common
 from bpo_jax.advantages import rows
+
+Contrast = Literal['surrogate', 'logistic_margin']
 
 _MIN_SPREAD = 1e-6  # Below it the contrasts of a batch do not differ.
 
@@ -218,16 +223,19 @@ def branpo(tree: tree_lib.Tree, *, success_threshold: float = 0.8,
 
 
 def gcpo(tree: tree_lib.Tree, *, golden: chex.Array | None = None,
-         success_threshold: float = 0.5, epsilon: float = 1e-6
-         ) -> types.Credit:
+         success_threshold: float = 0.5, contrast: Contrast = 'surrogate',
+         contrast_beta: float = 1.0, epsilon: float = 1e-6) -> types.Credit:
   """Group Contrastive Policy Optimization: a golden path where all fail.
 
   With F rollouts of a tree, the golden path being none of them,
     A_i = (R_i - mean(R)) / (std(R) + epsilon)   if a rollout succeeds,
-    A_i = -1 / F and A_golden = +1               if all of them fail.
+    A_i = -c / F and A_golden = +c               if all of them fail.
   With length-normalised weights the first-order effect of the second is to
-  raise (1 / |o|) log pi(golden) less the mean over the failures of the same.
-  Several golden paths share the +1. A tree without a golden path, or without a
+  raise the margin m = (1 / |o|) log pi(golden) less the mean over the failures
+  of the same: c = 1 for its own sake ('surrogate'), and c = beta sigmoid(-beta
+  m), the slope of log sigmoid(beta m), to raise that ('logistic_margin'), which
+  lets go of a task once its golden path is likelier than the failures.
+  Several golden paths share the +c. A tree without a golden path, or without a
   rollout, has nothing to contrast: it gets 0 where all fail.
 
   Args:
@@ -237,6 +245,8 @@ def gcpo(tree: tree_lib.Tree, *, golden: chex.Array | None = None,
     golden: [B, N] bool, True for the nodes of the golden trajectory; only
       leaves are read, and its rewards are not.
     success_threshold: a return of at least this is a success; reward units.
+    contrast: what is raised where all fail, 'surrogate' or 'logistic_margin'.
+    contrast_beta: beta of the logistic margin, per nat.
     epsilon: added to the standard deviation; reward units.
 
   Returns:
@@ -245,11 +255,12 @@ def gcpo(tree: tree_lib.Tree, *, golden: chex.Array | None = None,
     succeeds.
 
   Raises:
-    ValueError: if `golden` is None.
+    ValueError: if `golden` is None or the contrast is unknown.
 
   References:
     Group Contrastive Policy Optimization; read, from its abstract alone.
   """
+  checks.one_of('contrast', contrast, Contrast)
   checks.given('golden', golden, 'gcpo',
                'a [B, N] bool array that marks the golden trajectory')
   leaf = tree_lib.is_leaf(tree)
@@ -259,12 +270,25 @@ def gcpo(tree: tree_lib.Tree, *, golden: chex.Array | None = None,
   failed = ~jnp.any(succeeds, axis=-1, keepdims=True)
   relative = _group_relative(
       returns.centred_leaf_returns(tree), rollout, epsilon)
-  advantages = jnp.where(failed, _margin(teacher, rollout), relative)
+  signs = _signs(teacher, rollout)
+  if contrast == 'logistic_margin':
+    margin = jnp.sum(signs * _mean_log_probs(tree), axis=-1, keepdims=True)
+    signs = signs * contrast_beta * jax.nn.sigmoid(-contrast_beta * margin)
   return common.path_credit(
-      tree, advantages, 'sequence', rollout | (teacher & failed))
+      tree, jnp.where(failed, signs, relative), 'sequence',
+      rollout | (teacher & failed))
 
 
-def _margin(teacher, rollout):
+def _mean_log_probs(tree):
+  """Returns (1 / |o|) log pi(o) of the path to every node, [B, N], nats."""
+  mask = jnp.asarray(tree.action_mask)
+  of_node = masked.sum(tree.behaviour_log_probs, mask, axis=-1)
+  total, length = (walks.sum_above(x, tree.parents)
+                   for x in (of_node, masked.count(mask, axis=-1)))
+  return masked.divide(total, length)
+
+
+def _signs(teacher, rollout):
   """Returns +1 shared by the teacher's leaves and -1 by the rollouts'."""
   golden, failures = (
       masked.divide(mask, masked.count(mask, axis=-1, keepdims=True))

@@ -269,20 +269,17 @@ def branpo_tail(tree: tree_lib.Tree, *, success_threshold: float = 0.8,
       solved & (steps == 1), forks_when_solved, jnp.where(
           failed & until_here, forks_when_failed, jnp.where(
               long & (steps == 3), forks_when_long, 0)))
-  # Nothing lies before the root's own first token.
-  offset = jnp.arange(tree.tokens.shape[-1])
-  forkable = (offset > 0) | (jnp.asarray(tree.parents) >= 0)[..., None]
-  count = jnp.where(tried | ~forkable, 0, count)
+  place = _shared_place(tree)
+  count = jnp.where(tried | (place < 0), 0, count)
   decisions = decisions_lib.find(tree, birth)
   chosen = decisions_lib.greedy(
       decisions.replace(mask=count > 0), jnp.zeros(count.shape),
       num_branch_points)
   pick = lambda x: jnp.take_along_axis(
       x.reshape(x.shape[0], -1), jnp.maximum(chosen, 0), axis=-1)
-  place = jnp.where(chosen < 0, -1, pick(_shared_place(tree)))
   return decisions_lib.merged_plan(
-      place, jnp.where(chosen < 0, 0, pick(count)), num_branch_points * most,
-      tree.tokens.shape[-1])
+      jnp.where(chosen < 0, -1, pick(place)), pick(count),
+      num_branch_points * most, tree.tokens.shape[-1])
 
 
 def _situations(tree, success_threshold, birth):
@@ -353,13 +350,17 @@ def _forks_before(tree, success_threshold):
 def _shared_place(tree):
   """Returns every token's decision as a flat index, [B, N, T] int32.
 
-  That of a node's first token lies at the first child of the node's parent.
+  That of a node's first token lies at the first child of the node's parent; -1
+  where that has no action there, or there is no parent.
   """
   size = tree.tokens.shape[-1]
   offset = jnp.arange(size)
   node = jnp.arange(tree.parents.shape[-1])[:, None]
   eldest = walks.at_parent(tree_lib.first_child(tree), tree.parents, -1)
-  return jnp.where(offset > 0, node, eldest[..., None]) * size + offset
+  acts = jnp.take_along_axis(
+      jnp.asarray(tree.action_mask)[..., 0], jnp.maximum(eldest, 0), axis=-1)
+  eldest = jnp.where(acts & (eldest >= 0), eldest * size, -1)
+  return jnp.where(offset > 0, node * size + offset, eldest[..., None])
 
 
 def _window_entropy(tree, entropy_window, vocab_size, per_action=False,

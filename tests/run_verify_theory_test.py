@@ -1,0 +1,225 @@
+"""verify_theory: intervals, claims, and the binary as a user runs it."""
+
+import csv
+import dataclasses
+import functools
+import importlib.util
+
+from absl import flags
+from absl.testing import flagsaver
+import numpy as np
+import pytest
+
+from bpo_jax import advantages
+from experiments import config_flags
+from experiments import enumerable
+from experiments import theory_methods
+from experiments import verify_theory
+
+_FAST = ('rloo', 'bpo causal uniform')
+
+
+def _row(**fields):
+  row = theory_methods.Measurement(
+      task='late', method='rloo', bias=0.01, bias_low=0.0, bias_high=0.02,
+      score=0.5, cosine=1.0, cosine_low=0.99, signal=1.0, noise=2.0, steps=50.0,
+      cost=100.0, cost_error=1.0)
+  return dataclasses.replace(row, **fields)
+
+
+def _exact_rows(**biases):
+  biases = {'bpo causal split': 1e-8, 'bpo_rb rho=0.5': 1e-8,
+            'bpo top_m split': 0.2, 'bpo_rb top_m': 0.1,
+            'bpo causal uniform': 0.6} | biases
+  return [_row(task='exact', method=name, bias=bias)
+          for name, bias in biases.items()]
+
+
+def _failures(claims):
+  return [claim.claim for claim in claims if not claim.holds]
+
+
+def test_claims_hold_on_rows_that_bear_them_out():
+  claims = list(verify_theory.bias_claims(_exact_rows()))
+  assert len(claims) == 4 and not _failures(claims)
+
+
+@pytest.mark.parametrize('name, bias, failure', [
+    ('bpo causal split', 1e-3, 'causal selection'),
+    ('bpo_rb rho=0.5', 1e-3, 'causal selection'),
+    ('bpo top_m split', 1e-8, 'after the fact'),
+    ('bpo_rb top_m', 1e-8, 'bpo_rb'),
+    ('bpo causal uniform', 1e-8, 'uniform weights'),
+])
+def test_a_claim_fails_where_its_row_says_otherwise(name, bias, failure):
+  claims = verify_theory.bias_claims(_exact_rows(**{name: bias}))
+  only, = _failures(claims)
+  assert failure in only
+
+
+@pytest.mark.parametrize('broken, failures', [
+    ({}, []),
+    (dict(bias=0.3, bias_low=0.25, bias_high=0.35, score=30.0), ['rloo is']),
+    (dict(bias_high=0.6), ['uniform weights']),
+])
+def test_sampled_biases_are_held_against_their_intervals(broken, failures):
+  rows = [_row(**broken), _row(method='bpo causal uniform', bias=0.6,
+                               bias_low=0.5, bias_high=0.7, score=99.0)]
+  got = _failures(verify_theory.bias_claims(rows))
+  assert len(got) == len(failures)
+  assert all(text.startswith(start) for text, start in zip(got, failures))
+
+
+def test_costs_are_held_against_the_exact_ones(monkeypatch):
+  design = verify_theory.Design
+  monkeypatch.setattr(verify_theory, 'best_designs', lambda task: (
+      design(100.0, ''), design(50.0 if task.explained[3] < 0.9 else 100.0, '')
+  ))
+  rows = [_row(method='root leave-one-out 8', cost=156.0),
+          _row(method='bpo_rb rho=0.5', cost=115.0)]
+  # 'decided' looks like 'early' to the stand-in.
+  assert _failures(verify_theory.cost_claims(rows)) == [
+      'branching pays on decided']
+  rows[0] = dataclasses.replace(rows[0], cost=110.0)
+  assert _failures(verify_theory.cost_claims(rows)) == [
+      'bpo_rb wins on late', 'branching pays on decided',
+      'root leave-one-out 8 has its exact noise on late']
+
+
+def test_where_branching_pays_is_found_exactly():
+  root, branch = verify_theory.best_designs(enumerable.make('late'))
+  assert branch.cost < 0.8 * root.cost and 'step 9, open' in branch.what
+
+
+@pytest.mark.parametrize('offset', [0.0, 0.05, 1.0])
+def test_intervals_cover_the_bias(offset):
+  rng = np.random.default_rng(0)
+  gradient = np.array([3.0, 0.0, 4.0])
+  scale = np.array([1.0, 3.0, 0.5])
+  bias = offset * np.array([1.0, -2.0, 2.0])
+  covered = scores = 0
+  for _ in range(300):
+    draws = gradient + bias + scale * rng.normal(size=(400, 3))
+    parts = [
+        theory_methods.Moments(
+            x.mean(0) * 7, np.cov(x.T) * 49, 7.0, 10.0, len(x))
+        for x in np.split(draws, 2)]
+    row = theory_methods.measure('late', 'rloo', gradient, parts)
+    truth = np.linalg.norm(bias) / 5
+    covered += row.bias_low <= truth <= row.bias_high
+    scores += row.score > 6
+  assert 0.9 * 300 < covered
+  assert {0.0: scores < 4, 0.05: True, 1.0: scores == 300}[offset]
+  expected = (gradient + bias) @ gradient / 25
+  assert row.signal == pytest.approx(expected, abs=0.05)
+  assert row.noise == pytest.approx(
+      (scale ** 2).sum() / (expected * 5) ** 2, rel=0.2)
+
+
+def test_exact_moments_have_exact_measures():
+  gradient = np.array([3.0, 4.0])
+  moments = theory_methods.Moments(
+      np.array([6.0, 9.0]), np.diag([4.0, 8.0]), 2.0, 5.0, np.inf)
+  row = theory_methods.measure('exact', 'x', gradient, [moments])
+  signal = (3 * 3 + 4.5 * 4) / 25
+  assert row.bias == row.bias_high == pytest.approx(0.1)
+  assert row.signal == pytest.approx(signal)
+  assert row.cosine == pytest.approx(27 / 5 / np.hypot(3, 4.5))
+  assert row.noise == pytest.approx(3 / (signal * 5) ** 2)
+  assert row.cost == pytest.approx(5 * row.noise)
+
+
+def test_every_row_of_the_table_is_a_method_with_what_it_needs():
+  methods = theory_methods.all_methods()
+  assert set(theory_methods.algorithms.names()) <= set(methods)
+  task = enumerable.make('late')
+  needy = [m for m in methods.values()
+           if theory_methods.asks_for(m.estimator)]
+  assert {'ppo', 'gcpo', 'istar'} <= {m.name for m in needy}
+  forest = methods['gcpo'].grow(task, 0, 2)
+  forest.tree.validate()
+  golden = theory_methods.asks_for(methods['gcpo'].estimator)['golden'](forest)
+  assert (golden.sum(1) == task.horizon).all()
+  leaf = golden & forest.tree.terminal
+  assert (forest.tree.rewards[leaf] == 1).all()
+
+
+def _enumerated(monkeypatch, **estimators):
+  """Has the enumerated part look at these alone, causally selected."""
+  causal = verify_theory.enumerated_methods()['bpo causal split']
+  methods = {
+      name.replace('_', ' '): dataclasses.replace(
+          causal, name=name.replace('_', ' '), estimator=estimator)
+      for name, estimator in estimators.items()}
+  monkeypatch.setattr(verify_theory, 'enumerated_methods', lambda: methods)
+
+
+_SPLIT = functools.partial(advantages.bpo, node_weighting='split')
+
+
+@pytest.mark.parametrize('estimator, failed', [
+    (_SPLIT, 0), (advantages.bpo, 1)])
+def test_an_estimator_broken_on_purpose_fails_the_run(
+    monkeypatch, capsys, estimator, failed):
+  _enumerated(monkeypatch, bpo_causal_split=estimator)
+  monkeypatch.setattr(verify_theory, 'theorem_claims', lambda: [])
+  monkeypatch.setattr(verify_theory, 'cost_claims', lambda rows: [])
+  config = verify_theory.TheoryConfig(
+      seeds=2, trees=32, tasks=('late',), methods=('rloo',))
+  assert verify_theory.run(config) == failed
+  assert ('FAIL causal selection' in capsys.readouterr().out) == bool(failed)
+
+
+def _main(**values):
+  if 'trees' not in flags.FLAGS:
+    config_flags.define(verify_theory.TheoryConfig)
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS(['verify_theory'])
+  with flagsaver.flagsaver(**values):
+    return verify_theory.main([])
+
+
+def test_the_binary_prints_tables_and_leaves_them(
+    monkeypatch, capsys, tmp_path):
+  _enumerated(monkeypatch, bpo_causal_split=_SPLIT,
+              bpo_causal_uniform=advantages.bpo)
+  monkeypatch.setattr(verify_theory, 'best_designs', lambda task: (
+      verify_theory.Design(100.0, ''), verify_theory.Design(
+          50.0 if task.explained[3] < 0.9 else 100.0, '')))
+  status = _main(seeds=2, trees=64, tasks=('late',), methods=_FAST,
+                 out=str(tmp_path / 'out'))
+  printed = capsys.readouterr().out
+  assert '| late | rloo | ' in printed
+  assert '| exact | bpo causal split' in printed
+  assert 'ok   Theorem 4.3' in printed
+  # The stand-in takes 'decided' for a task where branching does not pay.
+  assert status == 1 and printed.count('FAIL') == 1
+  with (tmp_path / 'out' / 'measurements.csv').open() as file:
+    rows = list(csv.DictReader(file))
+  assert [r['method'] for r in rows if r['task'] == 'late'] == list(_FAST)
+  assert (tmp_path / 'out' / 'claims.csv').stat().st_size
+  has_figure = (tmp_path / 'out' / 'theory.png').exists()
+  assert has_figure == bool(importlib.util.find_spec('matplotlib'))
+
+
+def test_without_matplotlib_the_tables_are_written(
+    monkeypatch, capsys, tmp_path):
+  def missing(name):
+    raise ImportError(name)
+  monkeypatch.setattr(verify_theory.importlib, 'import_module', missing)
+  verify_theory.write(tmp_path, [_row()], [])
+  assert "pip install 'bpo-jax[plot]'" in capsys.readouterr().out
+  assert sorted(p.name for p in tmp_path.iterdir()) == [
+      'claims.csv', 'measurements.csv']
+
+
+def test_an_unknown_method_is_one_clear_line():
+  with pytest.raises(flags.IllegalFlagValueError, match='did you mean rloo'):
+    _main(methods=('rlo',))
+
+
+@pytest.mark.slow
+def test_all_methods_run_and_all_claims_hold(capsys):
+  config = verify_theory.TheoryConfig(seeds=2, trees=256)
+  assert verify_theory.run(config) == 0
+  assert 'FAIL' not in capsys.readouterr().out
