@@ -269,14 +269,13 @@ def best_designs(task: enumerable.Task) -> tuple[Design, Design]:
     noise, steps = exact_noise.branching_noise(task, backbones)
     root.append(Design(noise * steps / size, f'{backbones} trajectories'))
   states = {'all': None, 'open': task.variances > task.return_variance / 2}
-  for step, siblings, backbones in itertools.product(
-      range(1, task.horizon), (2, 3, 4), (4, 16)):
+  for step, siblings in itertools.product(range(1, task.horizon), (2, 3, 4)):
     for where, open_states in states.items():
       noise, steps = exact_noise.branching_noise(
-          task, backbones, step, siblings, open_states)
-      branch.append(Design(
-          noise * steps / size,
-          f'{backbones} backbones, K = {siblings} at step {step}, {where}'))
+          task, 16, step, siblings, open_states)
+      branch.append(Design(noise * steps / size,
+                           f'16 backbones, K = {siblings} at step {step}, '
+                           f'{where}'))
   return min(root), min(branch)
 
 
@@ -338,8 +337,9 @@ def draw(rows: Sequence[theory_methods.Measurement], path: pathlib.Path
     right.errorbar([r.cost for r in mine], y, fmt='o', markersize=4,
                    xerr=[r.cost_error for r in mine], label=task)
   left.set_yticks(list(place.values()), list(place))
+  left.set_ylim(-1, len(place))
   left.set_xscale('symlog', linthresh=0.1)
-  left.set_xlim(left=0)
+  left.set_xlim(0, 2 * max(1, *(row.bias_high for row in rows)))
   left.set_xlabel('|bias| / |gradient|, 95% interval')
   right.set_xscale('log')
   right.set_xlabel('variance x steps at equal signal / |gradient|$^2$')

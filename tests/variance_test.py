@@ -161,6 +161,7 @@ def _perilous(horizon=5, survive=0.8):
   return enumerable.Task(np.array(next_states), np.array(rewards), logits)
 
 
+@pytest.mark.slow
 def test_finished_paths_are_explained_or_excluded():
   task = _perilous()
   forest = _forked(task, np.random.default_rng(0), 2048, chance=0.3)
@@ -234,6 +235,7 @@ def test_padding_and_unread_numbers_change_nothing(finished):
     np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_jit_changes_nothing():
   tree = builders.random_trees(4, num_trees=6)
   options = dict(num_depths=3, finished='excluded')
