@@ -279,13 +279,13 @@ def test_same_key_same_plan_and_different_keys_differ(name):
   case = _CASES[name]
   if case.key == 'none':
     pytest.skip('takes no key')
-  tree = builders.random_trees(3)
+  tree = builders.random_trees(9)
   # Nothing to tell decisions apart but the key.
   tree = tree.replace(
       entropies=np.round(tree.entropies), rewards=np.zeros_like(tree.rewards),
       behaviour_log_probs=np.where(tree.action_mask, -1, 0).astype('f'))
   given = jax.tree.map(np.zeros_like, {
-      k: v for k, v in _given(case, tree, 3).items() if k != 'key'})
+      k: v for k, v in _given(case, tree, 9).items() if k != 'key'})
   plans = []
   for seed in range(6):
     given['key'] = jax.random.key(seed)
