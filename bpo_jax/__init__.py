@@ -4,12 +4,17 @@ from bpo_jax import advantages
 from bpo_jax import algorithms
 from bpo_jax import branching
 from bpo_jax import checkpoint
+from bpo_jax import checks
+from bpo_jax import golden
 from bpo_jax import learner
 from bpo_jax import masked
 from bpo_jax import metrics
 from bpo_jax import models
 from bpo_jax import objectives
+from bpo_jax import options
 from bpo_jax import packing
+from bpo_jax import predictors
+from bpo_jax import preferences
 from bpo_jax import returns
 from bpo_jax import rollout
 from bpo_jax import sampling
@@ -17,6 +22,7 @@ from bpo_jax import siblings
 from bpo_jax import tokenizers
 from bpo_jax import tree
 from bpo_jax import types
+from bpo_jax import variance
 from bpo_jax import walks
 from bpo_jax.tree import Tree
 from bpo_jax.tree import TreeBuilder
@@ -34,12 +40,17 @@ __all__ = (
     'algorithms',
     'branching',
     'checkpoint',
+    'checks',
+    'golden',
     'learner',
     'masked',
     'metrics',
     'models',
     'objectives',
+    'options',
     'packing',
+    'predictors',
+    'preferences',
     'returns',
     'rollout',
     'sampling',
@@ -47,5 +58,6 @@ __all__ = (
     'tokenizers',
     'tree',
     'types',
+    'variance',
     'walks',
 )
