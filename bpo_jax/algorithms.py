@@ -30,6 +30,7 @@ NEEDS = python_types.MappingProxyType({
     'implicit reward': 'implicit_rewards [B, N, T], of a second policy that is '
                        'trained by preference between trajectories',
     'value predictor': 'values [B, N] predicted by earlier updates',
+    'reference policy': 'its parameters, while kl_coef is not 0',
     'selection slope': 'a2, by selection_slope of the batch before',
 })
 
@@ -114,6 +115,31 @@ def get(name: str) -> Algorithm:
   return _TABLE[name]
 
 
+def estimator(name: str) -> types.Estimator:
+  """Returns the credit estimator of that name, such as 'arpo_hard'.
+
+  Raises:
+    ValueError: if no row has it; the message lists the near names.
+  """
+  return _part('estimator', name, [row.estimator for row in _ROWS])
+
+
+def branch_policy(name: str) -> types.BranchPolicy:
+  """Returns the branch policy of that name, such as 'top_entropy'.
+
+  Raises:
+    ValueError: if there is none; the message lists the near names.
+  """
+  used = [row.branch_policy for row in _ROWS if row.branch_policy is not None]
+  return _part('branch_policy', name, [*used, *_SCHEDULES])
+
+
+def branch_policies() -> tuple[str, ...]:
+  """Returns the names that `branch_policy` knows, sorted."""
+  used = [row.branch_policy for row in _ROWS if row.branch_policy is not None]
+  return tuple(sorted(_by_name([*used, *_SCHEDULES])))
+
+
 def names() -> tuple[str, ...]:
   """Returns the names that `get` knows, sorted."""
   return tuple(sorted(_TABLE))
@@ -127,6 +153,17 @@ def describe() -> str:
     needs = f'; needs {", ".join(row.needs)}' if row.needs else ''
     lines.append(f'{row.name:{width}}  {row.source} ({row.exactness}){needs}')
   return '\n'.join(lines)
+
+
+def _by_name(parts):
+  """Returns functions by their own names, without what rows fill in."""
+  return {f.__name__: f for f in map(options.unwrap, parts)}
+
+
+def _part(kind, name, parts):
+  known = _by_name(parts)
+  checks.one_of(kind, name, sorted(known))
+  return known[name]
 
 
 def check_anchors(name: str, tree: tree_lib.Tree) -> None:
@@ -161,12 +198,16 @@ def _row(name, source, exactness, estimator, branch_policy=None, *,
   defaults |= dict(
       num_backbones=num_backbones, num_stages=num_stages, kl_coef=kl_coef,
       kl_estimator=kl_estimator, learning_rate=learning_rate, reducer=reducer)
+  needs = [*needs, *(['reference policy'] if kl_coef else [])]
   return Algorithm(
       name=name, branch_policy=branch_policy, estimator=estimator,
       objective=objective, defaults=python_types.MappingProxyType(defaults),
       source=source, exactness=exactness, needs=tuple(needs))
 
 
+# Of the ablation of schedules; no row has them for its own.
+_SCHEDULES = (branching.random, branching.equally_spaced,
+              branching.lowest_entropy, branching.oracle_value_gap)
 _CLIP_HIGHER = functools.partial(
     objectives.clipped_surrogate, clip_epsilon_high=0.28)
 
@@ -176,10 +217,11 @@ _ROWS = (
          'exact', advantages.ppo_gae, needs=['value head'], kl_coef=0.05),
     _row('rloo', 'Back to Basics, arXiv 2402.14740', 'exact', advantages.rloo,
          kl_coef=0.05),
-    _row('grpo', 'DeepSeekMath, arXiv 2402.03300', 'exact', advantages.grpo,
+    _row('grpo', 'DeepSeekMath, arXiv 2402.03300; averaged over tokens, as in '
+         'verl', 'exact', advantages.grpo,
          kl_coef=0.04, kl_estimator='k3'),
     _row('dr_grpo', 'Understanding R1-Zero-Like Training, arXiv 2503.20783',
-         'exact', advantages.dr_grpo),
+         'exact', advantages.dr_grpo, reducer='sequence_sum_norm'),
     _row('dapo', 'DAPO, arXiv 2503.14476', 'exact',
          functools.partial(advantages.grpo, zero_variance='drop'),
          objective=_CLIP_HIGHER),
@@ -208,17 +250,19 @@ _ROWS = (
     _row('bpo_adaptive', 'this project', 'ours', advantages.bpo_rb,
          branching.adaptive, needs=['value predictor'], num_backbones=4,
          kl_coef=0.05, learning_rate=2e-6),
-    # A fork at every decision, of nine samples in the paper.
+    # Forks at every decision of up to fifty; the paper has nine samples each.
     _row('vineppo', 'VinePPO, arXiv 2410.01679', 'exact', advantages.vineppo,
          functools.partial(
-             branching.equally_spaced, num_branch_points=20, num_forks=3),
+             branching.equally_spaced, num_branch_points=50, num_forks=3),
          num_backbones=1, kl_coef=0.05),
-    _row('cbpo', 'Contrastive Branch Policy Optimization, arXiv 2608.24300',
+    _row('cbpo', 'Contrastive Branch Policy Optimization, arXiv 2608.24300; '
+         'whole entropies for their ten largest terms',
          'exact', advantages.cbpo, branching.cbpo_allocation, num_backbones=6,
          kl_coef=1e-3, kl_estimator='k3', reducer='token_mean'),
     _row('appo', 'Agentic Procedural Policy Optimization, arXiv 2606.12384',
          'exact', advantages.appo, branching.appo_score,
-         objective=objectives.future_kl_surrogate, kl_coef=1e-3,
+         objective=functools.partial(
+             objectives.future_kl_surrogate, future_clamp=True), kl_coef=1e-3,
          kl_estimator='k3'),
     _row('arpo_soft', 'ARPO, arXiv 2507.19849', 'restated',
          advantages.arpo_soft, branching.arpo_after_tool),

@@ -8,13 +8,19 @@ the root is an ordinary trajectory. `Tree` is the padded batch that kernels see,
 from collections.abc import Sequence
 import dataclasses
 import functools
+from typing import Literal
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bpo_jax import checks
+from bpo_jax import masked
 from bpo_jax import types
 from bpo_jax import walks
+
+Unit = Literal['action', 'token']
 
 
 @chex.dataclass(frozen=True, mappable_dataclass=False)
@@ -140,6 +146,35 @@ def first_action_index(tree: Tree) -> types.Array:
   """Returns the offset of a node's first action token, [B, N] int32, or -1."""
   found = jnp.any(tree.action_mask, axis=-1)
   return jnp.where(found, jnp.argmax(tree.action_mask, axis=-1), -1)
+
+
+def surprisal(tree: Tree, unit: Unit = 'token') -> types.Array:
+  """Returns -log pi of what was drawn, [B, N, T] float32 nats, 0 off actions.
+
+  Args:
+    tree: [B, N, T].
+    unit: 'token', of the token itself, or 'action', of all that its action has
+      from there on, which at the first token is the whole of it.
+
+  Raises:
+    ValueError: if the unit is unknown.
+  """
+  checks.one_of('unit', unit, Unit)
+  values = -masked.fill(tree.behaviour_log_probs, tree.action_mask)
+  return values if unit == 'token' else sum_to_end_of_action(tree, values)
+
+
+def sum_to_end_of_action(tree: Tree, values: chex.Array) -> types.Array:
+  """Returns the sum from every token to the end of its action, [B, N, T]."""
+  def visit(carry, column):
+    value, inside = column
+    carry = jnp.where(inside, carry + value, 0)
+    return carry, carry
+  columns = jax.tree.map(
+      lambda x: jnp.moveaxis(x, -1, 0), (values, tree.action_mask))
+  _, sums = jax.lax.scan(
+      visit, jnp.zeros(values.shape[:-1]), columns, reverse=True)
+  return jnp.moveaxis(sums, 0, -1)
 
 
 _DTYPES = dict(

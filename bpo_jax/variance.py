@@ -1,21 +1,18 @@
-"""What branching buys: told from a batch of ordinary trees, before a run.
+"""How much of the return variance prefixes explain: told from trees with forks.
 
 A return is drawn in steps, and each step decides a part of it. What the prefix
 has decided, branching removes from the noise of what comes after; what it has
 not decided, forks average out, and the later they start the less they cost.
-`report` measures both from trees with some forks, `variance_ratio` says what a
-way to branch would make of it, and `recommend` picks one.
+`report` measures both from trees with some forks, or `report_of` from sums that
+add up over updates; `designs` says what a way to branch would make of it, and
+picks one.
 """
 
-from collections.abc import Sequence
-import dataclasses
-import itertools
 from typing import Any, Literal, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from bpo_jax import checks
 from bpo_jax import masked
@@ -25,6 +22,7 @@ from bpo_jax import tree as tree_lib
 from bpo_jax import types
 from bpo_jax import walks
 from bpo_jax.advantages import common
+from bpo_jax.branching import depths
 
 Finished = Literal['explained', 'excluded']
 
@@ -144,16 +142,19 @@ def report(tree: tree_lib.Tree, *, num_depths: int = 8, depth_width: int = 4,
   points at depth t below the root, each counting as often as a path comes
   through it, times the share of paths alive at t; the second over the roots.
   Their difference is the between-prefix component. Intervals are those of the
-  delete-one-tree jackknife of the whole ratio, with Student's t: trees (tasks)
-  are independent, the groups within a tree are not.
+  linearised ratio over trees, with Student's t: trees (tasks) are independent,
+  the groups within a tree are not.
 
-  What is forked must represent what is not: given its depth (or its entropy)
-  alone, the choice of a branch point should not depend on the state. Trees that
-  were forked where V(1 - V) is high report a lower share.
+  What trees it is valid for: those whose branch points, given their depth, were
+  chosen without a look at the state, as by `branching.adaptive`, `random` or
+  coins; then what was forked represents what was not. (By entropy: given their
+  entropy.) Of trees that were forked where the entropy or V(1 - V) is high, as
+  by `causal_threshold` or `top_entropy`, the report is confidently wrong: it
+  finds the variance of the open states alone, and a share that may be below 0.
 
   Args:
     tree: [B, N, T], one task a tree; several backbones, forks at some decisions
-      chosen causally.
+      chosen as above.
     num_depths: D, bins of depth; all that is deeper falls into the last one.
     depth_width: actions in a bin of depth.
     num_quantiles: Q, bins of entropy, of equal numbers of decisions.
@@ -168,45 +169,144 @@ def report(tree: tree_lib.Tree, *, num_depths: int = 8, depth_width: int = 4,
   Raises:
     ValueError: if an option is out of range.
   """
-  _check_options(num_depths, depth_width, num_quantiles, finished, confidence)
-  variances, weights = group_variances(tree), common.node_weights(tree, 'split')
-  grouped = tree_lib.num_children(tree) > 1
-  forked = grouped & (jnp.asarray(tree.parents) >= 0)
-  paths = _paths(tree, weights, num_depths * depth_width)
-  exact = jnp.arange(num_depths * depth_width).reshape(num_depths, depth_width)
-  alive = jnp.mean(paths.alive[:, exact], axis=-1)  # [B, D]
-  has_root = grouped[:, 0]
-  root = variances[:, :1], has_root.astype(jnp.float32)[:, None]
-  total = root
-  if finished == 'excluded':
-    total = _totals_alive(tree, weights, exact[:, 0])
-    alive = jnp.ones_like(alive)
-  depth = jnp.minimum(
-      predictors.actions_through(tree) // depth_width, num_depths - 1)
-  ahead = _information_below(tree)
-  by_depth = _binned(variances, weights, ahead, forked, depth, num_depths)
-  real = jnp.asarray(tree.node_mask)[:, 0]
-  depth_shares, within = _shares(by_depth, alive, total, real, confidence)
-  entropy, edges = _entropy_bins(tree, weights, num_quantiles)
-  by_entropy = _binned(
-      variances, weights, ahead, forked & (entropy >= 0), entropy,
-      num_quantiles)
-  entropy_shares, _ = _shares(
-      by_entropy, jnp.ones((len(real), 1)), root, real, confidence)
-  overall, against = (
-      masked.divide(*(jnp.sum(x, axis=0) for x in t)) for t in (root, total))
-  paths = jax.tree.map(lambda x: masked.mean(x, real[:, None], 0), paths)
-  average = lambda x: jnp.mean(x[exact], axis=-1)
-  information = average(paths.information)
+  checks.at_least('num_quantiles', num_quantiles, 1)
+  facts = _facts(tree)
+  empty = init(num_depths=num_depths, depth_width=depth_width)
+  found = report_of(
+      _added(empty, tree, facts, finished), confidence=confidence)
+  entropy, edges = _entropy_bins(tree, facts.weights, num_quantiles)
+  bins = _binned(facts, facts.forked & (entropy >= 0), entropy, num_quantiles)
+  shares, _ = _shares(*_moments(
+      bins, jnp.ones(bins.weight.shape), facts.root, facts.real), confidence)
+  return found.replace(by_entropy=shares, entropy_edges=edges)
+
+
+@chex.dataclass(frozen=True, mappable_dataclass=False)
+class Sums:
+  """What a report is made of, as sums over trees that add up over updates.
+
+  Of fixed shape, so that they are saved in a checkpoint like any pytree. What
+  is linear in a tree's weight fades with it, what is quadratic with its square.
+
+  Attributes:
+    parts: of every bin, what its share is a ratio of: weight times variance and
+      weight of its branch points, paths alive, the pairs that the total is
+      from and their number, trees.
+    products: of every two of them, each in one tree.
+    information: of weight, variance and what follows.
+    num_groups: sibling groups.
+    num_trees: trees that have some, and the squares of their weights.
+    roots: of the root's variance, trees of several backbones.
+    paths: alive, remaining, information in every bin, then actions and
+      information of all of a path, the same for every bin.
+    depth_width: actions in a bin of depth.
+  """
+
+  parts: chex.Array  # [D, 6] float32
+  products: chex.Array  # [D, 6, 6] float32
+  information: chex.Array  # [D] float32
+  num_groups: chex.Array  # [D] float32
+  num_trees: chex.Array  # [D, 2] float32
+  roots: chex.Array  # [2] float32
+  paths: chex.Array  # [D, 5] float32
+  depth_width: chex.Array  # [] int32
+
+
+def init(*, num_depths: int = 8, depth_width: int = 4) -> Sums:
+  """Returns empty sums.
+
+  Args:
+    num_depths: D, bins of depth; all that is deeper falls into the last one.
+    depth_width: actions in a bin of depth.
+
+  Raises:
+    ValueError: if a size is out of range.
+  """
+  checks.at_least('num_depths', num_depths, 1)
+  checks.at_least('depth_width', depth_width, 1)
+  # An array each: a learner that donates its state gives every buffer once.
+  zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
+  d = num_depths
+  return Sums(
+      parts=zeros(d, 6), products=zeros(d, 6, 6), information=zeros(d),
+      num_groups=zeros(d), num_trees=zeros(d, 2), roots=zeros(2),
+      paths=zeros(d, 5), depth_width=jnp.asarray(depth_width, jnp.int32))
+
+
+def update(sums: Sums, tree: tree_lib.Tree, *, forgetting: float = 0.9) -> Sums:
+  """Returns the sums with one more batch of trees.
+
+  x' = forgetting x + (what the trees add); products fade by its square, which
+  is how the variance of a weighted sum fades.
+
+  Args:
+    sums: of earlier updates.
+    tree: [B, N, T], of the kind that `report` is valid for.
+    forgetting: what is left of the past at each update, in [0, 1].
+
+  Raises:
+    ValueError: if `forgetting` is out of range.
+  """
+  if not 0 <= forgetting <= 1:
+    raise ValueError(
+        f'forgetting: expected a number from 0 to 1, got {forgetting}')
+  fade = lambda x: x * forgetting
+  squares = jnp.asarray([forgetting, forgetting ** 2])
+  faded = sums.replace(
+      parts=fade(sums.parts), products=fade(fade(sums.products)),
+      information=fade(sums.information), num_groups=fade(sums.num_groups),
+      num_trees=sums.num_trees * squares, roots=fade(sums.roots),
+      paths=fade(sums.paths))
+  return _added(faded, tree, _facts(tree), 'explained')
+
+
+def report_of(sums: Sums, *, confidence: float = 0.9) -> Report:
+  """Returns the report of sums over updates; by depth alone.
+
+  Counts are those of trees of full weight that would say as much, rounded down;
+  there are no bins of entropy.
+
+  Args:
+    sums: by `update`.
+    confidence: probability that an interval covers the share.
+
+  Raises:
+    ValueError: if `confidence` is out of range.
+  """
+  if not 0 < confidence < 1:
+    raise ValueError(
+        f'confidence: expected a number between 0 and 1, got {confidence}')
+  shares, within = _shares(
+      sums.parts, sums.products, sums.num_groups, sums.num_trees, confidence)
+  paths = masked.divide(sums.paths, sums.parts[:, 5:])
+  against = masked.divide(sums.parts[:, 3], sums.parts[:, 4])
+  where_open = masked.divide(sums.information, sums.parts[:, 0])
+  known = (where_open > 0) & (paths[:, 2] > 0)
+  openness = masked.divide(where_open, paths[:, 2])
+  nothing = jnp.zeros(0)
   return Report(
-      total=overall[0], num_trees=jnp.sum(has_root, dtype=jnp.int32),
+      total=masked.divide(*sums.roots), num_trees=_whole(sums.roots[1]),
       within=within,
-      between=masked.fill(against - within, depth_shares.num_groups > 0),
-      by_depth=depth_shares, by_entropy=entropy_shares, entropy_edges=edges,
-      alive=average(paths.alive), remaining=average(paths.remaining),
-      information=information, openness=_openness(by_depth, information),
-      num_actions=paths.remaining[0], total_information=paths.information[0],
-      depth_width=jnp.asarray(depth_width, jnp.int32))
+      between=masked.fill(against - within, shares.num_groups > 0),
+      by_depth=shares, by_entropy=Shares(
+          share=nothing, lower=nothing, upper=nothing,
+          num_groups=nothing.astype(jnp.int32),
+          num_trees=nothing.astype(jnp.int32)),
+      entropy_edges=nothing, alive=paths[:, 0], remaining=paths[:, 1],
+      information=paths[:, 2], openness=masked.fill(openness, known, 1.0),
+      num_actions=paths[0, 3], total_information=paths[0, 4],
+      depth_width=sums.depth_width)
+
+
+class _Facts(NamedTuple):
+  """What is known of every node and tree."""
+
+  variances: chex.Array  # [B, N] float32, of `group_variances`
+  weights: chex.Array  # [B, N] float32
+  ahead: chex.Array  # [B, N] float32, information below
+  forked: chex.Array  # [B, N] bool, branch points below the root
+  root: tuple[chex.Array, chex.Array]  # [B, 1] each: its variance, if it has
+  real: chex.Array  # [B] bool
 
 
 class _Bins(NamedTuple):
@@ -218,49 +318,73 @@ class _Bins(NamedTuple):
   num_groups: chex.Array  # [B, D] int32
 
 
-class _Paths(NamedTuple):
-  """What the paths of each tree do at and after every exact depth."""
+def _facts(tree):
+  variances, weights = group_variances(tree), common.node_weights(tree, 'split')
+  grouped = tree_lib.num_children(tree) > 1
+  return _Facts(
+      variances=variances, weights=weights, ahead=_information_below(tree),
+      forked=grouped & (jnp.asarray(tree.parents) >= 0),
+      root=(variances[:, :1], grouped[:, :1].astype(jnp.float32)),
+      real=jnp.asarray(tree.node_mask)[:, 0])
 
-  alive: chex.Array  # [B, L] float32
-  remaining: chex.Array  # [B, L] float32
-  information: chex.Array  # [B, L] float32
 
-
-def _check_options(num_depths, depth_width, num_quantiles, finished,
-                   confidence):
-  checks.at_least('num_depths', num_depths, 1)
-  checks.at_least('depth_width', depth_width, 1)
-  checks.at_least('num_quantiles', num_quantiles, 1)
+def _added(sums, tree, facts, finished):
+  """Returns the sums with what trees add."""
   checks.one_of('finished', finished, Finished)
-  if not 0 < confidence < 1:
-    raise ValueError(
-        f'confidence: expected a number between 0 and 1, got {confidence}')
+  num_depths, width = len(sums.information), sums.depth_width
+  paths = _paths(tree, facts.weights, num_depths, width)
+  total, alive = facts.root, paths[..., 0]
+  if finished == 'excluded':
+    depths = jnp.arange(num_depths) * width
+    total = _totals_alive(tree, facts.weights, depths)
+    alive = jnp.ones_like(alive)
+  depth = jnp.minimum(
+      predictors.actions_through(tree) // width, num_depths - 1)
+  bins = _binned(facts, facts.forked, depth, num_depths)
+  parts, products, num_groups, num_trees = _moments(
+      bins, alive, total, facts.real)
+  paths = masked.sum(paths, facts.real[:, None, None], axis=0)
+  roots = jnp.sum(jnp.stack(facts.root), axis=(1, 2))
+  information = jnp.sum(bins.information, axis=0)
+  return sums.replace(**{
+      name: getattr(sums, name) + added for name, added in dict(
+          parts=parts, products=products, information=information,
+          num_groups=num_groups, num_trees=num_trees, roots=roots,
+          paths=paths).items()})
 
 
-def _paths(tree, weights, num_depths):
-  """Returns what paths do, weighing each by the odds that `split` gives it."""
+def _moments(bins, alive, total, real):
+  """Returns the fields of `Sums` that a share and its interval come from."""
+  single = real.astype(jnp.float32)[:, None]
+  parts = jnp.stack(jnp.broadcast_arrays(
+      bins.weighted, bins.weight, alive * single, *total, single), axis=-1)
+  trees = jnp.sum(bins.weight > 0, axis=0, dtype=jnp.float32)
+  return (jnp.sum(parts, axis=0), jnp.einsum('bdi,bdj->dij', parts, parts),
+          jnp.sum(bins.num_groups, axis=0, dtype=jnp.float32),
+          jnp.stack([trees, trees], axis=-1))
+
+
+def _paths(tree, weights, num_depths, width):
+  """Returns what paths do from the depths of every bin on, [B, D, 5].
+
+  Each counts by the odds that `split` gives it. A bin is the mean of its
+  depths: an action at t comes at or after min(t + 1 - first, width) of them.
+  """
   starts = tree_lib.action_starts(tree)
-  through = predictors.actions_through(tree)
-  own = jnp.sum(starts, axis=-1, dtype=jnp.int32)
-  begun = jnp.cumsum(starts, axis=-1, dtype=jnp.int32)
-  # Tokens of an action have as many actions before them as its first one.
-  depth = jnp.maximum((through - own)[..., None] + begun - 1, 0)
-  action = jnp.asarray(tree.action_mask)
-  weights = jnp.broadcast_to(weights[..., None], action.shape)
-  flat = lambda x: x.reshape(x.shape[0], -1)
+  depth = depths.actions_before(tree)
+  weights = weights[..., None]
+  begun = masked.fill(weights * jnp.ones(starts.shape), starts)
+  scores = masked.fill(weights * _information(tree), tree.action_mask)
+  total = lambda x: jnp.sum(x, axis=(1, 2))
 
-  def single(index, mask, values):
-    values = masked.fill(values, mask)
-    return jnp.zeros(num_depths + 1).at[
-        jnp.minimum(index, num_depths)].add(values)
+  def single(first):
+    share = jnp.clip(depth + 1 - first, 0, width) / width
+    inside = (depth >= first) & (depth < first + width)
+    return jnp.stack([
+        total(begun * inside) / width, total(begun * share),
+        total(scores * share), total(begun), total(scores)], axis=-1)
 
-  histogram = lambda mask, values: jax.vmap(single)(
-      flat(depth), flat(mask), flat(values))
-  alive = histogram(starts, weights)
-  information = histogram(action, weights * _information(tree))
-  from_on = lambda x: jnp.cumsum(x[:, ::-1], axis=-1)[:, ::-1][:, :-1]
-  return _Paths(alive=alive[:, :-1], remaining=from_on(alive),
-                information=from_on(information))
+  return jax.vmap(single, out_axes=1)(jnp.arange(num_depths) * width)
 
 
 def _totals_alive(tree, weights, depths):
@@ -288,15 +412,15 @@ def _totals_alive(tree, weights, depths):
   return jax.vmap(pairs, out_axes=1)(depths)
 
 
-def _binned(variances, weights, ahead, mask, index, num_bins):
+def _binned(facts, mask, index, num_bins):
   """Returns sums over the branch points of each bin."""
   def single(values, index):
     return jnp.zeros(num_bins, values.dtype).at[index].add(values)
   gather = lambda x: jax.vmap(single)(
       masked.fill(x, mask), jnp.maximum(index, 0))
-  weighted = weights * variances
-  return _Bins(weighted=gather(weighted), weight=gather(weights),
-               information=gather(weighted * ahead),
+  weighted = facts.weights * facts.variances
+  return _Bins(weighted=gather(weighted), weight=gather(facts.weights),
+               information=gather(weighted * facts.ahead),
                num_groups=gather(mask.astype(jnp.int32)))
 
 
@@ -313,14 +437,6 @@ def _information_below(tree):
   votes = jnp.asarray(tree.node_mask, jnp.float32)
   below = returns.backup(own, votes, tree.parents, jnp.ones_like(own))
   return below - own
-
-
-def _openness(bins, information):
-  """Returns E[Var(R | s) I(s)] / (E[Var(R | s)] E[I(s)]) of every bin."""
-  where_open = masked.divide(
-      jnp.sum(bins.information, 0), jnp.sum(bins.weighted, 0))
-  known = (where_open > 0) & (information > 0)
-  return masked.fill(masked.divide(where_open, information), known, 1.0)
 
 
 def _entropy_bins(tree, weights, num_quantiles):
@@ -340,31 +456,40 @@ def _entropy_bins(tree, weights, num_quantiles):
   return jnp.where(known, index, -1), edges
 
 
-def _shares(bins, alive, total, real, confidence):
-  """Returns the shares of all bins with their intervals, and E[Var(R | s)]."""
-  parts = (bins.weighted, bins.weight, masked.fill(alive, real[:, None]),
-           *total, real.astype(jnp.float32)[:, None])
-  sums = [jnp.sum(part, axis=0) for part in parts]
-  share, within = _share(*sums)
-  without, _ = _share(*(
-      jnp.maximum(s - part, 0) for s, part in zip(sums, parts)))
-  num_trees = jnp.sum(bins.weight > 0, axis=0, dtype=jnp.int32)
-  count = jnp.maximum(jnp.sum(real), 1)
-  error = jnp.sqrt((count - 1) * masked.var(without, real[:, None], axis=0))
-  reach = _student(confidence, jnp.maximum(num_trees - 1, 1)) * error
-  enough = num_trees > 1
-  return Shares(
-      share=share, lower=jnp.where(enough, share - reach, 0.0),
-      upper=jnp.where(enough, share + reach, 1.0), num_trees=num_trees,
-      num_groups=jnp.sum(bins.num_groups, axis=0)), within
+def _shares(parts, products, num_groups, num_trees, confidence):
+  """Returns the shares of all bins with their intervals, and E[Var(R | s)].
 
-
-def _share(weighted, weight, alive, numerator, denominator, count):
-  """Returns 1 - within / total from sums over trees, and within."""
+  A share is 1 - f of sums over trees, f of degree 0 in them: with g its
+  gradient, g . sums = 0, and its variance is g' (sum of the products) g. The
+  factor n / (n - 1) and Student's t are those of n trees.
+  """
+  weighted, weight, alive, numerator, denominator, count = (
+      parts[:, i] for i in range(6))
   within = masked.divide(alive, count) * masked.divide(weighted, weight)
   total = masked.divide(numerator, denominator)
   known = (weight > 0) & (total > 0)
-  return masked.fill(1 - masked.divide(within, total), known), within
+  left = masked.fill(masked.divide(within, total), known)
+  by_weighted = masked.divide(
+      masked.divide(alive, count), weight * jnp.where(known, total, 1))
+  slope = masked.fill(jnp.stack([
+      by_weighted, *(sign * masked.divide(left, x) for sign, x in (
+          (-1, weight), (1, alive), (-1, numerator), (1, denominator),
+          (-1, count)))], axis=-1), known[:, None])
+  square = jnp.einsum('di,dij,dj->d', slope, products, slope)
+  effective = masked.divide(jnp.square(num_trees[:, 0]), num_trees[:, 1])
+  freedom = jnp.maximum(effective - 1, 1)
+  error = jnp.sqrt(jnp.maximum(square * effective / freedom, 0))
+  reach, enough = _student(confidence, freedom) * error, _whole(effective) > 1
+  share = masked.fill(1 - left, known)
+  return Shares(
+      share=share, lower=jnp.where(enough, share - reach, 0.0),
+      upper=jnp.where(enough, share + reach, 1.0),
+      num_groups=_whole(num_groups), num_trees=_whole(effective)), within
+
+
+def _whole(count):
+  """Returns a faded count as a whole number, int32."""
+  return jnp.floor(count + 1e-3).astype(jnp.int32)
 
 
 def _student(confidence, freedom):
@@ -372,199 +497,6 @@ def _student(confidence, freedom):
   z = jax.scipy.special.ndtri(0.5 + confidence / 2)
   return (z + (z ** 3 + z) / (4 * freedom)
           + (5 * z ** 5 + 16 * z ** 3 + 3 * z) / (96 * freedom ** 2))
-
-
-def variance_ratio(within: Sequence[float], remaining: Sequence[float],
-                   information: Sequence[float] | None = None,
-                   openness: Sequence[float] | None = None, *,
-                   num_siblings: int, num_backbones: int, rho: float = 0.5
-                   ) -> float:
-  """Returns the variance of branching over that of fresh rollouts.
-
-  Both are of `bpo_rb` (split weights and means, shrunk baselines) and at equal
-  cost; below 1, branching gains. n backbones are forked at the same M depths
-  into groups of K siblings. With Var(R | task) = 1, write f_j = E[Var(R | s_j)]
-  for the j-th branch point, l_j and i_j for the parts of an episode's actions
-  and of its information that come after it, f_0 = l_0 = i_0 = 1 for the root,
-  i_{M+1} = 0.
-
-  A sibling's mean over leaves: a fork at j has variance f_j given s_j, the
-  backbone's own continuation
-
-    D_M = f_M,  D_{j-1} = (f_{j-1} - f_j) + (D_j + (K - 1) f_j) / K^2:
-
-  what the actions from j - 1 to j decide, and the mean of the K siblings at j.
-  A baseline's squared error about V(s_j), with L_j the variance of the
-  siblings' mean, f_j / (K - 1) for the backbone and (D_j + (K - 2) f_j) /
-  (K - 1)^2 for a fork, and q_0 = D_0 / (n - 1):
-
-    q_j = rho^2 L_j + (1 - rho)^2 (q_{j-1} + f_{j-1} - f_j).
-
-  So E[A^2] = D_j + q_j on the backbone from j to j + 1, and f_j + q'_j on a
-  fork of j. This is theorem 4.3 of BPO where rho = 1 and all siblings are
-  leaves: f K / (K - 1) in place of K / (K - 1), f = 1 - Var(V(s)) / Var(R).
-  Scores have mean zero given their state, so steps add up: a token of weight w
-  adds w^2 E[A^2] times its information. Each backbone weighs 1 / n, and 1 / K
-  of that after every branch point:
-
-    n G = sum_{j=0}^M K^{-2j} [(D_j + q_j) (i_j - i_{j+1})
-                               + (K - 1) (f_j + q'_j) i_j 1(j > 0)].
-
-  Where more information follows states of open outcome than others, the terms
-  of D_j, f_j and L_j grow by o_j = E[Var(R | s) I(s)] / (E[Var(R | s)]
-  E[I(s)]). Left out are other ties between scores and returns, and the square
-  of the mean gradient, by which fresh rollouts are a little better than this.
-
-  The cost is C = n [1 + (K - 1) sum_j l_j] episodes, for which root
-  leave-one-out has the variance 1 / (C - 1): the ratio is G (C - 1).
-
-  Args:
-    within: [M] E[Var(R | s_j)] / Var(R | task), finished paths counting 0,
-      along the depths of the branch points; none for fresh rollouts.
-    remaining: [M] l_j, expected actions from there on over those of an episode.
-    information: [M] i_j, the same of what the gradient comes from; None for
-      `remaining`.
-    openness: [M] o_j; None for 1.
-    num_siblings: K, the backbone's own continuation included.
-    num_backbones: n, at least 2: they are each other's baseline.
-    rho: trust in the siblings against the baseline above, as in `bpo_rb`.
-
-  Returns:
-    The ratio.
-
-  Raises:
-    ValueError: if a size is out of range, or lengths differ.
-
-  References:
-    Branching Policy Optimization, theorem 4.3 (arXiv 2607.14171), restated; the
-    rest is ours.
-  """
-  checks.at_least('num_siblings', num_siblings, 2, ' (K)')
-  checks.at_least('num_backbones', num_backbones, 2,
-                  ', so that they are each other\'s baseline')
-  information = remaining if information is None else information
-  openness = [1.0] * len(within) if openness is None else openness
-  lengths = {len(x) for x in (within, remaining, information, openness)}
-  if len(lengths) > 1:
-    raise ValueError(f'expected one entry a branch point, got {lengths}')
-  n, k = num_backbones, num_siblings
-  f, i, o = [1.0, *within], [1.0, *information, 0.0], [1.0, *openness]
-  own = _own_variances(f, k)
-  error = own[0] / (n - 1)
-  noise = (own[0] + error) * (i[0] - i[1])
-  for j in range(1, len(f)):
-    shrunk = (1 - rho) ** 2 * (error + f[j - 1] - f[j])
-    others = (own[j] + (k - 2) * f[j]) / (k - 1) ** 2
-    fork = o[j] * (f[j] + rho ** 2 * others) + shrunk
-    backbone = o[j] * (own[j] + rho ** 2 * f[j] / (k - 1)) + shrunk
-    noise += (backbone * (i[j] - i[j + 1])
-              + (k - 1) * fork * i[j]) / k ** (2 * j)
-    error = rho ** 2 * f[j] / (k - 1) + shrunk
-  cost = n * (1 + (k - 1) * sum(remaining))
-  return noise / n * (cost - 1)
-
-
-def _own_variances(within, num_siblings):
-  """Returns D_j of `variance_ratio` for every branch point, root included."""
-  own = [within[-1]]
-  for before, at in zip(within[-2::-1], within[:0:-1]):
-    mean = (own[0] + (num_siblings - 1) * at) / num_siblings ** 2
-    own.insert(0, before - at + mean)
-  return own
-
-
-@dataclasses.dataclass(frozen=True)
-class Recommendation:
-  """How to spend a budget on one task.
-
-  Attributes:
-    num_siblings: K, forks and the backbone's own continuation; 1 for no forks.
-    points_per_backbone: M, branch points on each backbone; 0 for no forks.
-    num_backbones: first trajectories.
-    depths: actions before each branch point.
-    ratio: predicted variance over that of fresh rollouts at equal cost.
-    worst_ratio: that at the worse end of the shares' intervals.
-    cost: what is spent, in whole episodes.
-  """
-
-  num_siblings: int
-  points_per_backbone: int
-  num_backbones: int
-  depths: tuple[int, ...]
-  ratio: float
-  worst_ratio: float
-  cost: float
-
-
-def recommend(found: Report, num_rollouts: float, *, rho: float = 0.5,
-              max_siblings: int = 8, max_points: int = 3,
-              min_gain: float = 0.05) -> Recommendation:
-  """Returns the way to branch of the smallest predicted variance.
-
-  All depths that the report has data for are tried, up to `max_points` of them
-  together, each with the most backbones that the budget pays for. The best one
-  is recommended only if it gains over fresh rollouts at both ends of the
-  shares' intervals; else the whole budget goes to fresh rollouts.
-
-  Args:
-    found: of trees as they are grown now, finished paths 'explained'.
-    num_rollouts: budget of a task in whole episodes; for a budget in steps,
-      divide by `found.num_actions`.
-    rho: trust in the siblings, as in `bpo_rb`.
-    max_siblings: largest K to try.
-    max_points: most branch points on one backbone to try.
-    min_gain: least predicted gain, 0.05 for a ratio of at most 0.95.
-
-  Returns:
-    Recommendation.
-
-  Raises:
-    ValueError: if the budget does not pay for one backbone, or a size is out of
-      range.
-  """
-  checks.at_least('num_rollouts', num_rollouts, 1, ' backbone')
-  checks.at_least('max_siblings', max_siblings, 2, ' (K)')
-  checks.at_least('max_points', max_points, 1, ' (M)')
-  found = jax.device_get(found)
-  whole = int(num_rollouts)
-  fresh = Recommendation(1, 0, whole, (), 1.0, 1.0, float(whole))
-  bins = [d for d in range(len(found.within))
-          if found.by_depth.num_trees[d] > 1 and found.alive[d] > 0]
-  designs = [
-      _design(found, depths, k, num_rollouts, rho)
-      for m in range(1, max_points + 1)
-      for depths in itertools.combinations(bins, m)
-      for k in range(2, max_siblings + 1)]
-  best = min((d for d in designs if d), key=lambda d: d.ratio, default=fresh)
-  gains = best.ratio <= 1 - min_gain and best.worst_ratio < 1
-  return best if gains else fresh
-
-
-def _design(found, depths, num_siblings, budget, rho):
-  """Returns what a way to branch is predicted to give; None if too dear."""
-  at = np.array(depths)
-  remaining = (found.remaining[at] / found.num_actions).tolist()
-  information = remaining
-  if found.total_information > 0:
-    information = (found.information[at] / found.total_information).tolist()
-  each = 1 + (num_siblings - 1) * sum(remaining)
-  num_backbones = int(budget / each)
-  if num_backbones < 2:
-    return None
-
-  def ratio(share):
-    # Prefixes explain ever more: what they leave cannot grow with depth.
-    within = np.minimum.accumulate(np.clip(1 - share[at], 0, 1)).tolist()
-    return variance_ratio(
-        within, remaining, information, found.openness[at].tolist(),
-        num_siblings=num_siblings, num_backbones=num_backbones, rho=rho)
-
-  shares = found.by_depth
-  first = np.maximum(at * int(found.depth_width), 1)  # Not at the root.
-  ratios = [ratio(s) for s in (shares.share, shares.lower, shares.upper)]
-  return Recommendation(
-      num_siblings, len(depths), num_backbones, tuple(first.tolist()),
-      float(ratios[0]), float(max(ratios)), float(num_backbones * each))
 
 
 def summary(found: Report) -> str:
@@ -584,7 +516,8 @@ def summary(found: Report) -> str:
     lines.append(_row(name, found.by_depth, d)
                  + f' {found.alive[d]:6.2f} {found.remaining[d]:12.1f}')
   edges = ['0', *(f'{edge:.2f}' for edge in found.entropy_edges), '']
-  for q, (low, high) in enumerate(zip(edges, edges[1:])):
+  num_quantiles = len(found.by_entropy.share)  # None of sums over updates.
+  for q, (low, high) in enumerate(zip(edges[:num_quantiles], edges[1:])):
     name = f'{low} to {high} nats' if high else f'over {low} nats'
     lines.append(_row(name, found.by_entropy, q))
   return '\n'.join(lines)

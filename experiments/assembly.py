@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from bpo_jax import advantages
 from bpo_jax import algorithms
 from bpo_jax import checkpoint
 from bpo_jax import learner
+from bpo_jax import options
 from bpo_jax import rollout
 from bpo_jax import sampling
 from bpo_jax import tokenizers
@@ -24,6 +26,9 @@ from environments import codec as codecs
 from environments import store as stores
 from environments.alfworld import terse
 from experiments import configs
+
+
+_NUM_LEVELS = 4  # Of groups within groups that rho is learnt for.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,17 +206,19 @@ def init_state(
   What the algorithm needs besides, a value head or a second policy, is added.
   The update consumes the arrays that it is given: these are copies.
   """
-  needs = algorithms.get(config.algorithm).needs
+  row = algorithms.get(config.algorithm)
   optimizer, rng_key = make_optimizer(config), jax.random.key(config.seed)
   network = learning_model(config, agent).config
   whole = transformer.init_params(network, rng_key) | params
   copy = lambda tree: jax.tree.map(jnp.copy, tree)
   auxiliary = {}
-  if 'implicit reward' in needs:
+  if 'implicit reward' in row.needs:
     auxiliary['implicit_reward'] = learner.init_state(
         copy(params), optimizer, copy(rng_key)
     )
-  if 'selection slope' in needs:
+  if options.unwrap(row.estimator) is advantages.bpo_rb:
+    auxiliary['baseline_sums'] = jnp.zeros((2, _NUM_LEVELS))
+  if 'selection slope' in row.needs:
     auxiliary['selection_slope'] = jnp.zeros(2)  # (covariance, variance) sums.
   state = learner.init_state(copy(whole), optimizer, copy(rng_key))
   return state._replace(auxiliary=auxiliary)

@@ -60,7 +60,11 @@ def find_fault(
 ) -> str:
   """Returns what is wrong with a field's value, or '' if nothing is."""
   if not _has_type(value, annotation):
-    return f'expected {describe(annotation)}, got {value!r}.'
+    literal = optional_of(annotation) or annotation
+    choices = (typing.get_args(literal)
+               if typing.get_origin(literal) is Literal else ())
+    return f'expected {describe(annotation)}, got {value!r}.' + near(
+        str(value), [str(choice) for choice in choices])
   for element in value if isinstance(value, tuple) else (value,):
     fault = _range_fault(element, metadata)
     if fault:

@@ -161,6 +161,9 @@ class TrainConfig(OptionConfig):
       None, 'How terms per token become one loss.',
       choices=objectives.REDUCERS,
   )
+  preference_beta: float = field(
+      0.05, 'Scale of the implicit reward, per nat (istar).', min=0.0
+  )
   value_coef: float = field(
       0.5, 'Weight of the value loss, for algorithms with a value head.',
       min=0.0,

@@ -101,7 +101,6 @@ def branching_noise(task: enumerable.Task, num_backbones: int, step: int = 0,
     ValueError: if there are fewer than two backbones.
   """
   checks.at_least('num_backbones', num_backbones, 2, ' to be compared')
-  checks.at_least('num_backbones', num_backbones, 2, ' to be compared')
   n, k = num_backbones, num_siblings
   paths = _all_paths(task, step)
   chance, state = paths.chance, paths.at_step

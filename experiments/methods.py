@@ -20,7 +20,8 @@ from experiments import config_fields
 # Options that a run sets by a flag of its own, or that only the agent knows.
 _SET_OTHERWISE = ('num_branch_points', 'num_forks', 'vocab_size', 'a2')
 # What a policy may ask for besides the tree, by the name of its argument.
-CONTEXT = ('threshold', 'key', 'values', 'remaining_costs')
+CONTEXT = ('threshold', 'key', 'values', 'remaining_costs',
+           'current_log_probs')
 # Lengths that papers give in tokens of a language model's prose; a turn of the
 # terse wording is about 7 tokens, of which 3 are the action.
 _TERSE = {'min_spacing': 8, 'boundary_interval': 6, 'entropy_window': 6}
@@ -29,21 +30,10 @@ _SHARED_OUT = (branching.causal_threshold, branching.adaptive)
 _SELECTIONS = {'top_m': 'top_entropy', 'causal': 'causal_threshold'}
 
 
-def _policies() -> dict[str, Callable[..., Any]]:
-  """Returns the branch policies that a run can be given, by name."""
-  found = {'top_entropy': branching.top_entropy,
-           'causal_threshold': branching.causal_threshold}
-  for name in algorithms.names():
-    policy = algorithms.get(name).branch_policy
-    if policy is not None:
-      function = options.unwrap(policy)
-      found.setdefault(function.__name__, function)
-  for name in ('random', 'equally_spaced', 'lowest_entropy', 'adaptive'):
-    found[name] = getattr(branching, name)
-  return found
-
-
-POLICIES = _policies()
+# All but the one that must be told true values.
+POLICIES = {name: algorithms.branch_policy(name)
+            for name in algorithms.branch_policies()
+            if name != 'oracle_value_gap'}
 
 
 def table_options() -> dict[str, tuple[options.Option, list[str]]]:
@@ -131,16 +121,22 @@ def make(config: Any, vocab_size: int | None = None) -> Method:
       num_stages=num_stages if policy else 0,
       credit=_filled(algorithm.estimator, given),
       plan=_staged(policy, num_stages),
-      wants=_wants(policy),
+      wants=_wants(policy, given),
       objective=_filled(algorithm.objective, given),
       loss=_loss(algorithm, config),
       needs=algorithm.needs,
   )
 
 
-def _wants(policy) -> tuple[str, ...]:
-  """Returns what the policy takes of a run's context."""
-  known = options.keywords(policy) if policy else ()
+def _wants(policy, given) -> tuple[str, ...]:
+  """Returns what the policy takes of a run's context.
+
+  Trees are branched by the policy that grew them, so that APPO's influence of a
+  token measures rounding alone: it is asked for by name or left out.
+  """
+  known = set(options.keywords(policy)) if policy else set()
+  if not {'variant', 'influence_decay'} & set(given):
+    known -= {'current_log_probs'}
   return tuple(name for name in CONTEXT if name in known)
 
 
@@ -163,7 +159,9 @@ def _policy(algorithm, config, num_backbones, given, vocab_size):
     if name in known and name in algorithm.defaults:
       sizes.setdefault(name, algorithm.defaults[name])
   if options.unwrap(policy) in _SHARED_OUT:
-    sizes['max_per_path'] = -(-sizes['num_branch_points'] // num_backbones)
+    points = known['num_branch_points'].default
+    points = sizes.get('num_branch_points', points)
+    sizes['max_per_path'] = -(-points // num_backbones)
   if 'vocab_size' in known and vocab_size is not None:
     sizes['vocab_size'] = vocab_size
   terse = {name: value for name, value in _TERSE.items()

@@ -5,6 +5,7 @@ in which every rollout failed, predictions from earlier updates.
 """
 
 from collections.abc import Mapping, Sequence
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +29,9 @@ from experiments import methods
 from experiments import warm_start
 
 _GOLDEN = 2**32 - 2  # Its draws; apart from those of the warm start.
-_SOLVED = 0.5  # Returns above it are successes.
+_FIRST_RHO = 0.5  # Trust in siblings before anything is learnt,
+_PRIOR = 1.0  # held with this weight, in squared reward units.
+_FORGETTING = 0.95  # Per update, of what rho is learnt from.
 
 
 class Given(NamedTuple):
@@ -59,7 +62,16 @@ class Needs:
     self._outputs = learner.make_outputs_fn(
         assembly.learning_model(config, agent), config.temperature)
     self._observe = jax.jit(predictors.update)
-    self._slope = jax.jit(advantages.selection_slope)
+    credit = options.of(method.credit)
+    if 'selection slope' in method.needs:
+      self._slope = jax.jit(functools.partial(
+          advantages.selection_slope,
+          **{n: credit[n].default for n in ('unit', 'node_values')}))
+    # A rho that was given stays.
+    self._learns_rho = (
+        options.unwrap(method.credit) is advantages.bpo_rb
+        and config.rho is None)
+    self._baseline_sums = jax.jit(advantages.baseline_sums)
     self._plan = jax.jit(self._make_plan)
     self._targets = jax.jit(self._make_targets)
     if 'implicit reward' in method.needs:
@@ -78,16 +90,21 @@ class Needs:
       key: for this stage alone; consumed.
       tree: as it is.
     """
+    current = None
+    if 'current_log_probs' in self._method.wants:
+      current = self._outputs(
+          state.params, tree, self._config.max_tokens).log_probs
     return self._plan(
         tree.replace(allowed=None), state.branch_threshold, state.statistics,
-        key)
+        key, current)
 
-  def _make_plan(self, tree, threshold, statistics, key):
+  def _make_plan(self, tree, threshold, statistics, key, current_log_probs):
     wants = self._method.wants
     makers = {
         'threshold': lambda: threshold,
         'key': lambda: key,
         'values': lambda: predictors.predict(statistics, tree),
+        'current_log_probs': lambda: current_log_probs,
         'remaining_costs': lambda: predictors.remaining_steps(statistics, tree),
     }
     return self._method.plan(tree, **{n: makers[n]() for n in wants})
@@ -104,7 +121,7 @@ class Needs:
                        ('implicit reward', self._implicit_reward)):
       if need in self._method.needs:
         given = make(given, tasks)
-    return given
+    return self._learnt_rho(given) if self._learns_rho else given
 
   def observe(self, statistics: predictors.Statistics, tree: trees.Tree
               ) -> predictors.Statistics:
@@ -118,6 +135,19 @@ class Needs:
     targets = self._targets(given.tree.replace(allowed=None), values)
     return given._replace(
         arrays={**given.arrays, 'values': values}, value_targets=targets)
+
+  def _learnt_rho(self, given: Given) -> Given:
+    """Adds the trust in siblings that earlier updates suggest, by level."""
+    sums = given.state.auxiliary['baseline_sums']
+    rho = jnp.clip((sums[0] + _FIRST_RHO * _PRIOR) / (sums[1] + _PRIOR), 0, 1)
+    new = self._baseline_sums(given.tree.replace(allowed=None), rho=rho)
+    state = given.state._replace(auxiliary={
+        **given.state.auxiliary, 'baseline_sums': _FORGETTING * sums + new})
+    told = {f'baseline/rho_{level}': float(rho[level])
+            for level in range(1, len(rho))}
+    return given._replace(
+        arrays={**given.arrays, 'rho': rho}, state=state,
+        metrics={**given.metrics, **told})
 
   def _selection_slope(self, given: Given, tasks) -> Given:
     """Adds the slope of the batch before; this one's is for the next."""
@@ -140,11 +170,12 @@ class Needs:
   def _implicit_reward(self, given: Given, tasks) -> Given:
     """Trains the second policy on pairs, then reads its rewards off."""
     tree, config = given.tree, self._config
-    beta = options.of(preferences.trajectory_dpo)['beta'].default
     second = given.state.auxiliary['implicit_reward']
     old, size = tree.behaviour_log_probs, config.max_tokens
     ratios = self._outputs(second.params, tree, size).log_probs - old
+    beta = config.preference_beta
     credit = preferences.trajectory_dpo(tree, ratios, beta=beta)
+    # Divided by the rows as well; a step of Adam does not see the scale.
     batches = learner.make_batches(tree, credit, size)
     second, _ = self._preference_step(second, batches, config.learning_rate)
     ratios = self._outputs(second.params, tree, size).log_probs - old
@@ -156,7 +187,8 @@ class Needs:
   def _golden(self, given: Given, tasks) -> Given:
     """Hangs the searcher's success into trees where every rollout failed."""
     total = np.asarray(returns.leaf_returns(given.tree))
-    failed = ~(total > _SOLVED).any(axis=1)
+    solved = options.of(self._method.credit)['success_threshold'].default
+    failed = ~(total >= solved).any(axis=1)
     rng = np.random.default_rng(
         [self._config.seed, _GOLDEN, int(given.state.update)])
     show = lambda task: warm_start.demonstrate(

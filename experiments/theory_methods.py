@@ -7,12 +7,11 @@ the exact task. A node is one action of one token there, so that distances and
 windows counted in tokens become one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 import dataclasses
 import functools
 import inspect
 from typing import Any
-import zlib
 
 import jax
 import numpy as np
@@ -24,8 +23,10 @@ from bpo_jax import checks
 from bpo_jax import types
 from experiments import enumerable
 
-_THRESHOLD = 0.5  # Nats; of a choice between two, a coin toss has 0.69.
-_BUCKET = 64  # Nodes are padded to a multiple, to compile for few shapes.
+# Trees are padded to a multiple of nodes, to compile for few shapes: what is to
+# be forked, what was, and what was listed, that many trees at a time.
+_BUCKET, _FORKED_BUCKET, _LISTED_BUCKET = 64, 200, 24
+_LISTED_TREES = 2048
 _ONE_TOKEN = {'min_spacing': 1, 'boundary_interval': 1, 'entropy_window': 1,
               'vocab_size': 2}
 # A tree of six branches at each of three levels has 216 leaves; three will do.
@@ -84,20 +85,43 @@ class Method:
     supply |= {k: np.float32(v) for k, v in self.options}
     return jax.device_get(_compiled(self.estimator)(forest.tree, **supply))
 
+  @property
+  def growth(self) -> tuple[Hashable, ...]:
+    """Returns what the trees depend on; methods that share it share them."""
+    golden = 'golden' in inspect.signature(self.estimator).parameters
+    return self.policy, self.num_backbones, self.num_stages, golden
+
   def grow(self, task: enumerable.Task, seed: int, num_trees: int
            ) -> enumerable.Forest:
-    """Returns trees drawn and forked as the method does."""
-    label = zlib.crc32(self.name.encode())
-    rng = np.random.default_rng([seed, label])
-    key = jax.random.fold_in(jax.random.key(seed), label)
-    forest = enumerable.backbones(task, rng, num_trees, self.num_backbones)
-    if 'golden' in inspect.signature(self.estimator).parameters:
+    """Returns trees drawn and forked as the method does.
+
+    Methods of as many backbones get the same ones, by the seed alone, so that
+    much of the noise cancels where they are compared.
+    """
+    policy, num_backbones, num_stages, golden = self.growth
+    rng, key = np.random.default_rng([seed, 1]), jax.random.key(seed)
+    forest = enumerable.backbones(task, rng, num_trees, num_backbones)
+    if golden:
       forest = _with_golden(forest)
-    for stage in range(self.num_stages if self.policy else 0):
+    if policy is None:
+      return enumerable.pad(forest, _BUCKET)
+    for stage in range(num_stages):
       forest = enumerable.pad(forest, _BUCKET)
       plan = self.plan(forest, jax.random.fold_in(key, stage))
       forest = enumerable.fork(forest, plan, rng)
-    return enumerable.pad(forest, _BUCKET)
+    return enumerable.pad(forest, _FORKED_BUCKET)
+
+  def credit_of_listed(self, forest: enumerable.Forest) -> types.Credit:
+    """Returns the credit of however many trees, compiled for one shape."""
+    num_trees, num_nodes = forest.tree.parents.shape
+    padded = enumerable.pad(forest, _LISTED_BUCKET)
+    parts = []
+    for start in range(0, num_trees, _LISTED_TREES):
+      rows = np.arange(start, start + _LISTED_TREES) % num_trees
+      parts.append(self.credit(dataclasses.replace(
+          padded, tree=jax.tree.map(lambda x: x[rows], padded.tree))))
+    return jax.tree.map(
+        lambda *x: np.concatenate(x)[:num_trees, :num_nodes], *parts)
 
 
 def _implicit_rewards(forest):
@@ -161,6 +185,8 @@ class Moments:
       that it sums over.
     steps: mean environment steps.
     num_trees: how many they were taken over; inf where they are exact.
+    gap: mean of max_a |Q(s, a) - V(s)| over the forks, s where they start,
+      reward units; 0 without forks.
   """
 
   mean: np.ndarray
@@ -168,6 +194,7 @@ class Moments:
   weight: float
   steps: float
   num_trees: float
+  gap: float = 0.0
 
   def scaled(self) -> 'Moments':
     """Returns those of the estimate divided by its weight."""
@@ -197,7 +224,18 @@ def moments(forest: enumerable.Forest, credit: types.Credit,
   first = (forest.tree.parents == 0)[..., None]
   weights = np.sum(credit.weights * first, axis=(1, 2), dtype=float)
   return Moments(mean, covariance, float(share @ weights),
-                 float(share @ forest.num_steps), num_trees)
+                 float(share @ forest.num_steps), num_trees,
+                 _value_gap(forest, share))
+
+
+def _value_gap(forest, share):
+  """Returns the mean value gap of the states that forks start from."""
+  tree = forest.tree
+  above = np.take_along_axis(tree.birth, np.maximum(tree.parents, 0), axis=1)
+  starts = tree.node_mask & (tree.birth > above)
+  gaps = np.abs(forest.task.advantages).max(1)[forest.states_before]
+  total, count = (share @ x.sum(1) for x in (gaps * starts, starts))
+  return float(total / count) if count else 0.0
 
 
 def pooled(parts: list[Moments]) -> Moments:
@@ -224,6 +262,7 @@ class Measurement:
     steps: environment steps of a tree.
     cost: noise times steps.
     cost_error: half its 95% interval, from the spread over seeds.
+    gap: as in `Moments`.
   """
 
   task: str
@@ -239,6 +278,7 @@ class Measurement:
   steps: float
   cost: float
   cost_error: float = 0.0
+  gap: float = 0.0
 
 
 def measure(task_name: str, method_name: str, gradient: np.ndarray,
@@ -260,7 +300,7 @@ def measure(task_name: str, method_name: str, gradient: np.ndarray,
       cosine=cosine, cosine_low=cosine_low, signal=signal, noise=noise,
       steps=whole.steps, cost=noise * whole.steps,
       cost_error=float(1.96 * np.std(costs, ddof=1) / np.sqrt(len(costs)))
-      if len(costs) > 1 else 0.0)
+      if len(costs) > 1 else 0.0, gap=whole.gap)
 
 
 def _squared_norm(vector, of):
@@ -295,37 +335,61 @@ def _cosine(whole, gradient, signal):
   return cosine(square), cosine(square + 1.96 * error)
 
 
-_TOP_M = functools.partial(
-    branching.top_entropy, num_branch_points=8, num_forks=1)
-_CAUSAL = functools.partial(
-    branching.causal_threshold, threshold=_THRESHOLD, num_branch_points=8,
-    num_forks=1, max_per_path=2)
+# The branch points of the row `bpo_rb`, wherever a variant places them.
+_CAUSAL = algorithms.get('bpo_rb').branch_policy
+_POINTS = dict(num_branch_points=8, num_forks=1)
+_TOP_M = functools.partial(branching.top_entropy, **_POINTS)
+# Where BPO's schedules fork, the worst in training first; success on WebShop.
+SCHEDULES = {
+    'lowest_entropy': 60.8, 'random': 64.5, 'equally_spaced': 65.2,
+    'top_m': 67.8, 'oracle_value_gap': 68.4}
+_POLICIES = {'top_m': _TOP_M} | {
+    name: functools.partial(getattr(branching, name), **_POINTS)
+    for name in SCHEDULES if name != 'top_m'}
+# With episodes of one length these look at nothing that was drawn.
+_BLIND = ('random', 'equally_spaced')
 
 
 # Rows that claim the gradient itself, whatever is drawn.
 _UNBIASED = ('rloo', 'bpo_rb', 'bpo_adaptive')
 
 
-def _bpo(**options):
-  return functools.partial(advantages.bpo, **options)
+# Each is compiled once for all variants that share it.
+_BPO = advantages.bpo
+_BPO_SPLIT = functools.partial(_BPO, node_weighting='split')
+_BPO_DROP = functools.partial(_BPO_SPLIT, incumbent='drop')
+_BPO_MEANS = functools.partial(_BPO_SPLIT, node_values='split_mean')
+
+
+def schedule_of(name: str) -> tuple[str, str] | None:
+  """Returns the schedule and the weights of such a variant's name, or None."""
+  words = name.split()
+  if len(words) == 3 and words[0] == 'bpo' and words[1] in SCHEDULES:
+    return words[1], words[2]
+  return None
+
+
+def _schedules(make):
+  """Yields the schedules beside `top_m`, in both weightings."""
+  for name, policy in _POLICIES.items():
+    if name != 'top_m':
+      yield make(f'bpo {name} uniform', _BPO, policy)
+      yield make(f'bpo {name} split', _BPO_SPLIT, policy,
+                 unbiased=name in _BLIND)
 
 
 def variants() -> dict[str, Method]:
   """Returns what the table's rows leave open, four backbones each."""
   make = functools.partial(Method, num_backbones=4)
   methods = [
-      make('bpo top_m uniform', _bpo(), _TOP_M),
-      make('bpo top_m split', _bpo(node_weighting='split'), _TOP_M),
-      make('bpo top_m split drop',
-           _bpo(node_weighting='split', incumbent='drop'), _TOP_M),
-      make('bpo causal uniform', _bpo(), _CAUSAL),
-      make('bpo causal split', _bpo(node_weighting='split'), _CAUSAL,
-           unbiased=True),
-      make('bpo causal split means',
-           _bpo(node_weighting='split', node_values='split_mean'), _CAUSAL,
-           unbiased=True),
-      make('bpo causal split drop',
-           _bpo(node_weighting='split', incumbent='drop'), _CAUSAL),
+      make('bpo top_m uniform', _BPO, _TOP_M),
+      make('bpo top_m split', _BPO_SPLIT, _TOP_M),
+      make('bpo top_m split drop', _BPO_DROP, _TOP_M),
+      *_schedules(make),
+      make('bpo causal uniform', _BPO, _CAUSAL),
+      make('bpo causal split', _BPO_SPLIT, _CAUSAL, unbiased=True),
+      make('bpo causal split means', _BPO_MEANS, _CAUSAL, unbiased=True),
+      make('bpo causal split drop', _BPO_DROP, _CAUSAL),
       *(make(f'bpo_rb rho={rho}', advantages.bpo_rb, _CAUSAL, unbiased=True,
              options=(('rho', rho),)) for rho in (0.0, 0.4, 0.5, 1.0)),
       *(Method(f'root leave-one-out {size}', advantages.rloo,

@@ -13,6 +13,7 @@ measurements.csv, claims.csv and, where matplotlib is installed (extra `plot`),
 theory.png.
 """
 
+import collections
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 import csv
@@ -28,7 +29,6 @@ from absl import flags
 import jax
 import numpy as np
 
-from bpo_jax import branching
 from bpo_jax import types
 from experiments import config_flags
 from experiments import enumerable
@@ -110,7 +110,7 @@ def _fixed_step(task, step, size):
       count=np.full_like(node, size - 1)))
   chance, variances = forest.probabilities, []
   for name in ('bpo causal split', 'bpo causal split means', 'bpo_rb rho=1.0'):
-    credit = theory_methods.variants()[name].credit(forest)
+    credit = theory_methods.variants()[name].credit_of_listed(forest)
     if not variances:
       sibling = credit.advantages[:, 1 + step, 0].astype(float)
       variances.append(chance @ sibling ** 2 - (chance @ sibling) ** 2)
@@ -120,20 +120,20 @@ def _fixed_step(task, step, size):
 
 
 def enumerated_methods() -> dict[str, theory_methods.Method]:
-  """Returns the variants of two backbones, small enough to be listed."""
-  top_m = functools.partial(
-      branching.top_entropy, num_branch_points=2, num_forks=1)
-  causal = functools.partial(
-      branching.causal_threshold, threshold=0.5, num_branch_points=4,
-      num_forks=1, max_per_path=2)
-  methods = {}
-  for name, method in theory_methods.variants().items():
-    policy = top_m if 'top_m' in name else causal
-    if name.startswith('bpo'):
-      methods[name] = dataclasses.replace(
-          method, policy=policy, num_backbones=2)
+  """Returns the variants of two backbones, small enough to be listed.
+
+  All but the forks at random: their draws would have to be listed too.
+  """
+  smaller = functools.cache(lambda policy: functools.partial(
+      policy, num_branch_points=4 if 'max_per_path' in policy.keywords else 2))
+  methods = {
+      name: dataclasses.replace(
+          method, policy=smaller(method.policy), num_backbones=2)
+      for name, method in theory_methods.variants().items()
+      if name.startswith('bpo') and 'random' not in name}
   top = dataclasses.replace(
-      methods['bpo_rb rho=0.5'], name='bpo_rb top_m', policy=top_m)
+      methods['bpo_rb rho=0.5'], name='bpo_rb top_m',
+      policy=methods['bpo top_m split'].policy)
   root = theory_methods.variants()['root leave-one-out 2']
   return methods | {top.name: top, root.name: root}
 
@@ -153,7 +153,7 @@ def enumerate_methods(progress: Callable[[str], None]
   def measure(method):
     forest = forests[method.policy]
     moments = theory_methods.moments(
-        forest, method.credit(forest), forest.probabilities)
+        forest, method.credit_of_listed(forest), forest.probabilities)
     progress(f'{_EXACT}: {method.name}')
     return theory_methods.measure(
         _EXACT, method.name, task.gradient.ravel(), [moments])
@@ -167,22 +167,28 @@ def sample_methods(config: TheoryConfig, progress: Callable[[str], None]
   """Returns the measurement of every method asked for on every task."""
   tasks = {name: enumerable.make(name) for name in config.tasks}
 
-  def measure(method):
-    rows = []
-    for name, task in tasks.items():
-      parts = []
-      for seed in range(config.seeds):
-        forest = method.grow(task, seed, config.trees)
-        parts.append(theory_methods.moments(forest, method.credit(forest)))
-      rows.append(theory_methods.measure(
-          name, method.name, task.gradient.ravel(), parts))
-    progress(method.name)
-    return rows
+  def measure(group):
+    parts = collections.defaultdict(list)
+    for (name, task), seed in itertools.product(
+        tasks.items(), range(config.seeds)):
+      forest = group[0].grow(task, seed, config.trees)
+      for method in group:
+        parts[name, method.name].append(
+            theory_methods.moments(forest, method.credit(forest)))
+    progress(', '.join(method.name for method in group))
+    return [theory_methods.measure(*names, tasks[names[0]].gradient.ravel(), x)
+            for names, x in parts.items()]
 
   chosen = theory_methods.select(config.methods)
+  groups = collections.defaultdict(list)
+  for method in chosen:
+    groups[method.growth].append(method)
+  order = {method.name: i for i, method in enumerate(chosen)}
   with futures.ThreadPoolExecutor(_WORKERS) as pool:
-    rows = itertools.chain.from_iterable(pool.map(measure, chosen))
-    return sorted(rows, key=lambda row: config.tasks.index(row.task))
+    largest_first = sorted(groups.values(), key=len, reverse=True)
+    rows = itertools.chain.from_iterable(pool.map(measure, largest_first))
+    return sorted(rows, key=lambda row: (
+        config.tasks.index(row.task), order[row.method]))
 
 
 def bias_claims(rows: Sequence[theory_methods.Measurement]) -> Iterator[Claim]:

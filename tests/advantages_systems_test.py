@@ -331,6 +331,11 @@ def test_selection_slope_equals_the_oracle(unit, offset):
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_sipo_needs_a_slope():
+  with pytest.raises(ValueError, match='sipo needs a2: .*slope.*got None'):
+    advantages.sipo(builders.random_trees(0))
+
+
 def test_selection_slope_carries_no_gradient():
   tree = builders.random_trees(0)
   loss = lambda rewards: sum(
@@ -419,12 +424,12 @@ def test_rows_hold_every_token_once(seed):
     ('treerl', dict(path_weighting='sequences')),
     ('spo_tree', dict(node_values='mean')),
     ('spo_tree', dict(node_weighting='splits')),
-    ('sipo', dict(unit='step')),
-    ('sipo', dict(node_values='mean')),
+    ('sipo', dict(unit='step', a2=0.0)),
+    ('sipo', dict(node_values='mean', a2=0.0)),
     ('selection_slope', dict(unit='step')),
 ])
 def test_unknown_options_are_errors(name, options):
-  value, = options.values()
+  value = next(iter(options.values()))
   with pytest.raises(ValueError, match=f'expected one of .*got {value!r}'):
     _trace(name, options)
 

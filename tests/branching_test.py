@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 
 import builders
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import oracles
 import pytest
 
+from bpo_jax import advantages
 from bpo_jax import branching
 from bpo_jax import tree as tree_lib
 
@@ -272,6 +274,46 @@ def test_trace_by_hand():
   assert plan(num_rollouts=2) == ([(3, 0, 1)], 0)
 
 
+_SPO_TOKENS = 24
+
+
+def _spo_rest(start, levels):
+  """Tokens of a trajectory from a position on: five cutpoints, then none."""
+  probabilities = np.float32([.5] * 5 + [.95])
+  rest = np.log(np.tile(probabilities, levels))[start:]
+  return [0] * len(rest), [True] * len(rest), rest
+
+
+@pytest.mark.parametrize('arity, levels, num_cuts', [
+    (6, 2, [6, 36]), (2, 2, [2, 4]), (2, 3, [2, 4, 8])])
+def test_spo_lays_one_level_a_call(arity, levels, num_cuts):
+  builder = tree_lib.TreeBuilder()
+  root = builder.add(-1, [0])
+  for _ in range(arity):
+    builder.add(root, *_spo_rest(0, levels))
+  found = []
+  for stage in range(1, levels + 1):
+    tree = tree_lib.stack(
+        [builder], num_nodes=64, num_tokens=_SPO_TOKENS)
+    slots, unspent = _plan(
+        branching.spo_cutpoints, tree, num_branch_points=36,
+        num_forks=arity - 1)
+    assert unspent == (36 - len(slots)) * (arity - 1)
+    found.append(len(slots))
+    nodes, offsets, counts = zip(*slots)
+    above = np.asarray(tree_lib.tokens_above(tree))[0, list(nodes)]
+    for handle, start, count in zip(
+        builder.fork_points(nodes, offsets), above + offsets, counts):
+      # The cut after five cutpoints, the root's token not counted.
+      assert start - 1 == 6 * stage - 1
+      for _ in range(count):
+        builder.add(handle, *_spo_rest(start - 1, levels), birth=stage)
+  assert found == num_cuts
+  parents = builder.build().parents
+  assert len(parents) - len(set(parents[1:])) == arity ** (levels + 1)
+  assert np.bincount(parents[1:]).max() == arity
+
+
 def test_branpo_walks_back_from_a_failure():
   # Two failures of three actions. Forks of the first one's last action fail,
   # then one at the second last succeeds.
@@ -283,31 +325,71 @@ def test_branpo_walks_back_from_a_failure():
     second = builders.add_action(builder, first)
     ends.append((first, second, builders.add_action(builder, second)))
   tail = functools.partial(_plan, branching.branpo_tail)
-  assert tail(_stack(builder)) == ([(3, 0, 3), (6, 0, 3)], 18)
+  assert tail(_stack(builder)) == ([(3, 0, 2), (6, 0, 2)], 16)
   for _, second, _ in ends:
     builders.add_action(builder, second, birth=1, reward=0.0)
-  assert tail(_stack(builder))[0] == [(2, 0, 3), (5, 0, 3)]
+  assert tail(_stack(builder))[0] == [(2, 0, 2), (5, 0, 2)]
   builders.add_action(builder, ends[0][0], birth=2, reward=1.0)
   builders.add_action(builder, ends[1][0], birth=2, reward=0.0)
   # The second one goes on, before its first action: at the root.
-  assert tail(_stack(builder))[0] == [(1, 0, 3)]
+  assert tail(_stack(builder))[0] == [(1, 0, 2)]
+  builders.add_action(builder, root, birth=3, reward=0.0)
+  assert tail(_stack(builder)) == ([], 20)
+
+
+def _tail_of(*rollouts):
+  """Plans for rollouts of (return, actions, tokens of each)."""
+  builder = tree_lib.TreeBuilder()
+  root = builder.add(-1, [0])
+  for value, num_actions, num_tokens in rollouts:
+    node = root
+    for step in range(num_actions):
+      node = builders.add_action(
+          builder, node, num_tokens=num_tokens,
+          reward=value if step == num_actions - 1 else 0.0)
+  return _plan(branching.branpo_tail, _stack(builder))[0]
 
 
 def test_branpo_by_accuracy():
-  def tail(*rewards):
-    builder = tree_lib.TreeBuilder()
-    root = builder.add(-1, [0])
-    for i, reward in enumerate(rewards):
-      node = root
-      for step in range(3 + (i == 0)):
-        node = builders.add_action(
-            builder, node, reward=reward if step == 2 + (i == 0) else 0.0)
-    return _plan(branching.branpo_tail, _stack(builder))[0]
   # The first one is longer by one action.
-  assert tail(1., 1.) == [(4, 0, 2), (7, 0, 2)]
-  assert tail(1., 1., 0.) == [(2, 0, 6)]
-  assert tail(1., 0., 0.) == [(7, 0, 3), (10, 0, 3)]
-  assert tail(1., 0.) == []
+  assert _tail_of((1., 4, 1), (1., 3, 1)) == [(4, 0, 1), (7, 0, 1)]
+  assert _tail_of((1., 4, 1), (1., 3, 1), (0., 3, 1)) == [(3, 0, 5)]
+  assert _tail_of((1., 4, 1), (0., 3, 1), (0., 3, 1)) == [
+      (7, 0, 2), (10, 0, 2)]
+  assert _tail_of((1., 4, 1), (0., 3, 1)) == []
+
+
+def test_branpo_compares_the_actions_of_successes():
+  # More tokens in fewer actions are not longer, nor does a failure count: the
+  # mean over the successes is 2.5 actions, over all 4.
+  assert _tail_of((1., 2, 4), (1., 3, 1), (0., 7, 1)) == [(4, 0, 5)]
+  # As long as all successes is not longer than their mean.
+  assert _tail_of((1., 3, 1), (1., 3, 1), (0., 1, 1)) == []
+
+
+@pytest.mark.parametrize('order', itertools.permutations(range(3)))
+@pytest.mark.parametrize(
+    'unit, blom', [('action', 0.86942), ('token', 1.28155)])
+def test_sipo_corrects_what_it_picked_by_the_largest_score(order, unit, blom):
+  # By its first token the first is the least surprising action, as a whole the
+  # most: quantile 2.625 / 3.25. Of six tokens, 5.625 / 6.25.
+  actions = np.float32([[-.1, -5], [-2, -.1], [-.5, -.1]])
+  builder = tree_lib.TreeBuilder()
+  node = builder.add(builder.add(-1, [0]), [0])
+  for i in order:
+    node = builder.add(node, [0, 0], [True, True], actions[i])
+  slots, _ = _plan(branching.sipo, _stack(builder), unit=unit,
+                   num_branch_points=1)
+  offset = int(unit == 'token')
+  assert slots == [(2 + order.index(0), offset, 2)]
+  (head,) = builder.fork_points([slots[0][0]], [offset])
+  builder.add(head, [0], [True], [-.3], birth=1)
+  credit = _compiled(advantages.sipo, (('unit', unit),))(
+      _stack(builder), a2=np.float32(1))
+  # Returns are equal, so that the correction alone is left.
+  incumbent = builder.index(2 + order.index(0))
+  np.testing.assert_allclose(
+      credit.advantages[0, incumbent, 0], -blom, rtol=1e-4)
 
 
 def test_recursion_forks_the_newest_stage_until_it_is_deep_enough():

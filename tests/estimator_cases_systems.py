@@ -64,7 +64,7 @@ CASES = {
         advantages.spo_tree, oracles.spo_tree,
         dict(max_probability=1.0, node_weighting='split',
              node_values='leaf_mean'), path_weights='split'),
-    'sipo': _Case(advantages.sipo, oracles.sipo),
+    'sipo': _Case(advantages.sipo, oracles.sipo, dict(a2=0.0)),
     'sipo-corrected': _Case(
         advantages.sipo, oracles.sipo, dict(a2=0.7, w=0.5), contrast=False),
     'sipo-actions': _Case(

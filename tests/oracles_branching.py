@@ -276,20 +276,37 @@ def treerl_surprisal(tree, num_branch_points=12, max_per_backbone=2,
       for b, _, all_tokens in forest(tree, birth)]
 
 
+def _cuts(node, by_slot, per_segment, probability, number=0, since=0):
+  """Pairs (cuts before on the segment, token to fork before) from a node on.
+
+  `since` cutpoints have come since the last cut; as many as make a segment wait
+  for the next action token.
+  """
+  if node is None:
+    return []
+  if node.siblings:
+    number = since = 0
+  found = []
+  for t, inside in enumerate(node.mask):
+    if inside and since == per_segment:
+      if (node.index, t) in by_slot:
+        found.append((number, by_slot[node.index, t]))
+      number, since = number + 1, 0
+    since += inside and math.exp(node.log_probs[t]) < probability
+  for child in node.children:
+    found += _cuts(child, by_slot, per_segment, probability, number, since)
+  return found
+
+
 def spo_cutpoints(tree, cutpoints_per_segment=5, cutpoint_probability=0.9,
-                  num_branch_points=6, num_forks=5, max_per_path=1, birth=0):
-  """After every so many unlikely tokens."""
+                  num_branch_points=6, num_forks=5, max_per_path=1,
+                  birth=None):
+  """After every so many unlikely tokens since the path branched last."""
   result = []
-  for _, _, all_tokens in forest(tree, birth):
-    cuts = []
-    for chain in trajectories(all_tokens).values():
-      number = since = 0
-      for before, x in zip(chain, chain[1:]):
-        since += math.exp(-before.surprisal) < cutpoint_probability
-        if since == cutpoints_per_segment:
-          cuts.append((number, x.slot, x))
-          number, since = number + 1, 0
-    cuts.sort(key=lambda cut: cut[:2])
+  for _, root, all_tokens in forest(tree, birth):
+    cuts = _cuts(root, {x.slot: x for x in all_tokens}, cutpoints_per_segment,
+                 cutpoint_probability)
+    cuts = sorted((number, x.slot, x) for number, x in cuts)
     best = greedy([x for *_, x in cuts], num_branch_points, 0, max_per_path)
     result.append((counted(best, num_forks), num_branch_points * num_forks))
   return result
@@ -456,7 +473,7 @@ def _tail_forks(chain, success_threshold, solved, failed, long, counts):
       if not outcomes or any(outcomes):
         break
   elif long:
-    steps, count = ends[2:3], counts[2]
+    steps, count = ends[1:2], counts[2]
   else:
     return None
   if not steps or steps[0].host is None or forks_of(steps[0]):
@@ -467,18 +484,20 @@ def _tail_forks(chain, success_threshold, solved, failed, long, counts):
 
 
 def branpo_tail(tree, success_threshold=0.8, num_branch_points=4,
-                forks_when_solved=2, forks_when_failed=3, forks_when_long=6,
-                birth=0):
+                branches_when_solved=2, branches_when_failed=3,
+                branches_when_long=6, birth=0):
   """One to three actions before the end."""
-  counts = (forks_when_solved, forks_when_failed, forks_when_long)
+  counts = [branches - 1 for branches in (
+      branches_when_solved, branches_when_failed, branches_when_long)]
   result = []
   for b, root, all_tokens in forest(tree, birth):
     stage = birth if np.ndim(birth) == 0 else birth[b]
     leaves = [leaf for leaf in (root.leaves if root else [])
               if stage is None or leaf.birth == stage]
     right = {leaf.index: leaf.total >= success_threshold for leaf in leaves}
-    length = {leaf.index: sum(sum(n.mask) for n in leaf.path)
+    length = {leaf.index: sum(n.num_actions for n in leaf.path)
               for leaf in leaves}
+    winners = [length[index] for index in right if right[index]]
     accuracy = np.mean(list(right.values())) if leaves else 0.0
     found = []
     for chain in trajectories(all_tokens).values():
@@ -490,7 +509,7 @@ def branpo_tail(tree, success_threshold=0.8, num_branch_points=4,
           chain, success_threshold, accuracy == 1,
           accuracy < 0.5 and not here,
           0.5 < accuracy < 1 and here
-          and length[leaf.index] > np.mean(list(length.values())), counts)
+          and length[leaf.index] > np.mean(winners), counts)
       if fork:
         found.append(fork)
     found.sort(key=lambda fork: fork[0].slot)

@@ -323,8 +323,17 @@ def _surprisals(tree, b, birth, unit):
     for t, inside in enumerate(node.mask):
       start = t == 0 or not node.mask[t - 1]
       if inside and node.birth == birth and (unit == 'token' or start):
-        found.append((node, -float(tree.behaviour_log_probs[b, node.index, t])))
+        found.append((node, _surprisal(node, t, unit)))
   return found
+
+
+def _surprisal(node, t, unit):
+  """Of one token, or of the whole action that begins with it."""
+  drawn = -node.log_probs[t]
+  if unit == 'action' and node.mask[t + 1:t + 2] == [True]:
+    # In the order, and the precision, in which equal sums come out equal.
+    drawn = float(np.float32(drawn) + np.float32(_surprisal(node, t + 1, unit)))
+  return drawn
 
 
 def sipo(tree, a2=0.0, w=1.0, unit='token', node_values='own',
@@ -343,7 +352,7 @@ def sipo(tree, a2=0.0, w=1.0, unit='token', node_values='own',
     if not forked or True not in drawn.mask:
       return value
     token = drawn.mask.index(True)
-    own = -float(tree.behaviour_log_probs[b, drawn.index, token])
+    own = _surprisal(drawn, token, unit)
     if (b, node.birth) not in trees:
       trees[b, node.birth] = [
           s for _, s in _surprisals(tree, b, node.birth, unit)]

@@ -82,10 +82,13 @@ _CASES = {
         dict(num_branch_points=5, min_spacing=2), key='ties'),
     'spo_cutpoints': Case(
         branching.spo_cutpoints, slow.spo_cutpoints,
-        dict(cutpoints_per_segment=2, cutpoint_probability=0.7)),
+        dict(cutpoints_per_segment=2, cutpoint_probability=0.7, birth=0)),
+    'spo_cutpoints-again': Case(
+        branching.spo_cutpoints, slow.spo_cutpoints,
+        dict(cutpoints_per_segment=1, num_branch_points=20)),
     'spo_cutpoints-all': Case(
         branching.spo_cutpoints, slow.spo_cutpoints,
-        dict(cutpoints_per_segment=1, max_per_path=None, birth=None)),
+        dict(cutpoints_per_segment=1, max_per_path=None)),
     'sipo': Case(
         branching.sipo, slow.sipo, dict(birth=None, min_spacing=2), key='ties'),
     'sipo-action': Case(
@@ -333,7 +336,7 @@ _REFUSED = [
     (dict(boundary_interval=0), 'boundary_interval: expected at least 1'),
     (dict(cutpoints_per_segment=0), 'cutpoints_per_segment: expected at'),
     (dict(max_per_backbone=0), 'max_per_backbone: expected at least 1'),
-    (dict(forks_when_failed=0), 'num_forks: expected at least'),
+    (dict(branches_when_failed=1), 'branches_when_failed: expected at least 2'),
     (dict(key=None), 'needs key: expected a typed key, got None'),
     (dict(values=None), 'needs values: expected the .*got None'),
 ]

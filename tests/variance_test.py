@@ -11,6 +11,7 @@ import pytest
 
 from bpo_jax import advantages
 from bpo_jax import branching
+from bpo_jax import designs
 from bpo_jax import types
 from bpo_jax import variance
 from experiments import enumerable
@@ -195,7 +196,7 @@ def test_deeper_decisions_fall_into_the_last_bin():
       [counts[:3].sum(), counts[3:6].sum(), counts[6:].sum()])
   np.testing.assert_allclose(found.remaining, [11, 8, 5], rtol=1e-5)
   np.testing.assert_allclose(found.num_actions, 12, rtol=1e-5)
-  coarse = variance.recommend(found, 16)
+  coarse = designs.recommend(found, 16)
   assert coarse.depths == (6,) and coarse.ratio < 0.9
 
 
@@ -254,7 +255,7 @@ def test_nothing_to_tell_from_gives_zeros_and_counts(returns):
     np.testing.assert_array_equal(shares.share, 0)
     np.testing.assert_array_equal(shares.lower, 0)
     np.testing.assert_array_equal(shares.upper, 1)
-  assert variance.recommend(found, 8).points_per_backbone == 0
+  assert designs.recommend(found, 8).points_per_backbone == 0
   assert found.num_trees == sum(len(r) > 1 for r in returns)
   assert len(variance.summary(found).splitlines()) >= 1
 
@@ -302,10 +303,10 @@ def _exact(task, step):
 
 
 def test_no_branching_is_what_it_is_compared_with():
-  assert variance.variance_ratio(
+  assert designs.variance_ratio(
       [], [], num_siblings=2, num_backbones=5) == pytest.approx(1)
   # A fork at the root with all trust in the group above is a fresh rollout.
-  many = variance.variance_ratio(
+  many = designs.variance_ratio(
       [1.0], [1.0], num_siblings=2, num_backbones=10 ** 6, rho=0.0)
   assert many == pytest.approx(1, rel=1e-5)
 
@@ -313,7 +314,7 @@ def test_no_branching_is_what_it_is_compared_with():
 def test_theorem_4_3_is_a_special_case():
   """One step of no length, branched from: its advantage has f K / (K - 1)."""
   within, k, n = 0.4, 4, 10 ** 6
-  ratio = variance.variance_ratio(
+  ratio = designs.variance_ratio(
       [within], [0.0], [1.0], num_siblings=k, num_backbones=n, rho=1.0)
   assert ratio == pytest.approx(within * k / (k - 1) / k, rel=1e-4)
 
@@ -327,7 +328,7 @@ def test_predicted_ratio_is_near_the_exact_one(name, num_siblings):
   for step in range(1, _HORIZON):
     noise, steps = exact_noise.branching_noise(task, n, step, num_siblings)
     exact.append(noise * (steps / task.remaining[0] - 1) / fresh)
-    predicted.append(variance.variance_ratio(
+    predicted.append(designs.variance_ratio(
         **_exact(task, step), num_siblings=num_siblings, num_backbones=n,
         rho=1.0))
   print(name, num_siblings, np.round(exact, 3), np.round(predicted, 3))
@@ -357,7 +358,7 @@ def test_predicted_ratio_of_several_points_is_near_the_measured(rho):
   cost = forest.num_steps.mean() / task.remaining[0]
   fresh = exact_noise.branching_noise(task, 16)[0] * 15 / (cost - 1)
   each = [_exact(task, step) for step in steps]
-  predicted = variance.variance_ratio(
+  predicted = designs.variance_ratio(
       *([x for e in each for x in e[name]] for name in (
           'within', 'remaining', 'information', 'openness')),
       num_siblings=2, num_backbones=n, rho=rho)
@@ -373,7 +374,7 @@ def reports():
 
 
 def test_recommends_branching_late_where_it_pays(reports):
-  found = variance.recommend(reports['late'], 16)
+  found = designs.recommend(reports['late'], 16)
   assert found.points_per_backbone >= 1 and found.num_siblings >= 2
   assert min(found.depths) >= 7
   assert found.worst_ratio >= found.ratio and found.ratio < 0.85
@@ -388,32 +389,32 @@ def test_recommends_branching_late_where_it_pays(reports):
 
 
 def test_recommends_fresh_rollouts_where_branching_does_not_pay(reports):
-  found = variance.recommend(reports['early'], 16)
+  found = designs.recommend(reports['early'], 16)
   assert dataclasses.astuple(found)[:4] == (1, 0, 16, ())
   assert found.ratio == 1.0 and found.cost == 16
 
 
 def test_recommends_branching_where_siblings_show_that_nothing_matters(reports):
-  found = variance.recommend(reports['decided'], 16)
+  found = designs.recommend(reports['decided'], 16)
   assert found.points_per_backbone >= 1 and found.ratio < 0.8
 
 
 def test_recommendations_keep_to_the_budget(reports):
   for budget in (1, 2, 3, 5.5, 9, 40):
-    found = variance.recommend(reports['late'], budget)
+    found = designs.recommend(reports['late'], budget)
     assert found.cost <= budget
     assert found.num_backbones >= 1
-  assert variance.recommend(reports['late'], 2).points_per_backbone == 0
+  assert designs.recommend(reports['late'], 2).points_per_backbone == 0
 
 
 def test_wrong_budgets_and_sizes_are_errors(reports):
   with pytest.raises(ValueError, match='num_rollouts: expected at least 1'):
-    variance.recommend(reports['late'], 0.5)
+    designs.recommend(reports['late'], 0.5)
   with pytest.raises(ValueError, match='max_siblings: expected at least 2'):
-    variance.recommend(reports['late'], 8, max_siblings=1)
+    designs.recommend(reports['late'], 8, max_siblings=1)
   with pytest.raises(ValueError, match='num_siblings: expected at least 2'):
-    variance.variance_ratio([], [], num_siblings=1, num_backbones=2)
+    designs.variance_ratio([], [], num_siblings=1, num_backbones=2)
   with pytest.raises(ValueError, match='num_backbones: expected at least 2'):
-    variance.variance_ratio([], [], num_siblings=2, num_backbones=1)
+    designs.variance_ratio([], [], num_siblings=2, num_backbones=1)
   with pytest.raises(ValueError, match='expected one entry a branch point'):
-    variance.variance_ratio([0.5], [], num_siblings=2, num_backbones=2)
+    designs.variance_ratio([0.5], [], num_siblings=2, num_backbones=2)

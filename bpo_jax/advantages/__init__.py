@@ -24,6 +24,7 @@ Which weights. Two readings of a tree that holds every token once:
 
 import typing
 
+from bpo_jax.advantages.branch_relative import baseline_sums
 from bpo_jax.advantages.branch_relative import bpo
 from bpo_jax.advantages.branch_relative import bpo_rb
 from bpo_jax.advantages.branch_relative import PrefixCredit

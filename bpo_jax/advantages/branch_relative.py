@@ -121,6 +121,42 @@ def bpo_rb(tree: tree_lib.Tree, *, rho: float | chex.Array = 0.5,
   return common.credit(tree, common.per_token(tree, advantages), weights)
 
 
+def baseline_sums(tree: tree_lib.Tree, *, rho: chex.Numeric = 0.5,
+                  node_values: returns.Aggregate = 'split_mean',
+                  num_levels: int = 4) -> types.Array:
+  """Returns what the best rho of each level of `bpo_rb` is learnt from.
+
+  The best rho for b = rho LOO + (1 - rho) b' is that of the least E[(V - b)^2],
+    rho = E[(V - b')(LOO - b')] / E[(LOO - b')^2],
+  V of one child, so that it is independent of LOO given the state. The sums of
+  both over the members of each level add up over updates; a rho from earlier
+  ones costs no bias.
+
+  Args:
+    tree: [B, N, T].
+    rho: as `bpo_rb` had it on the way down to the level.
+    node_values: as in `bpo_rb`.
+    num_levels: L; deeper levels count with the last.
+
+  Returns:
+    [2, L] float32, reward units squared: numerators and denominators. Level 0,
+    which has nothing above it, is 0.
+  """
+  values = returns.centred_values(tree, node_values)
+  member = tree_lib.in_group(tree)
+  local = siblings.leave_one_out_advantage(values, tree.parents, member)
+  per_node = _rho_per_node(rho, member, tree.parents)
+  baseline = _shrunk_baseline(values - local, per_node, member, tree.parents)
+  above = walks.at_parent(baseline, tree.parents)
+  others = (values - local) - above
+  level = walks.sum_above(member.astype(jnp.int32), tree.parents) - 1
+  level = jnp.where(member & (level > 0),
+                    jnp.minimum(level, num_levels - 1), num_levels)
+  sums = jnp.zeros((2, num_levels), jnp.float32)
+  terms = jnp.stack([(values - above) * others, jnp.square(others)])
+  return jax.lax.stop_gradient(sums.at[:, level].add(terms, mode='drop'))
+
+
 def _weights(tree, node_weighting, incumbent, owner):
   """Returns what every token weighs, [B, N, T]."""
   checks.one_of('incumbent', incumbent, common.Incumbent)

@@ -6,8 +6,6 @@ no credit. What lies above the first branching is no segment, and gets 0 where
 credit goes by segment.
 """
 
-from typing import Literal
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -23,7 +21,7 @@ from bpo_jax import walks
 from bpo_jax.advantages import common
 from bpo_jax.advantages import rows
 
-Unit = Literal['action', 'token']
+Unit = tree_lib.Unit
 
 
 def tree_grpo(tree: tree_lib.Tree, *, epsilon: float = 1e-6,
@@ -139,8 +137,9 @@ def spo_tree(tree: tree_lib.Tree, *, max_probability: float = 0.9,
   return _segment_credit(tree, gain, masked.fill(weights, open_))
 
 
-def sipo(tree: tree_lib.Tree, *, a2: float | chex.Array = 0.0, w: float = 1.0,
-         unit: Unit = 'token', node_values: returns.Aggregate = 'own',
+def sipo(tree: tree_lib.Tree, *, a2: chex.Array | float | None = None,
+         w: float = 1.0, unit: Unit = 'token',
+         node_values: returns.Aggregate = 'own',
          node_weighting: common.NodeWeighting = 'uniform') -> types.Credit:
   """SIPO: siblings compared after the selection bias of the incumbent is off.
 
@@ -153,9 +152,9 @@ def sipo(tree: tree_lib.Tree, *, a2: float | chex.Array = 0.0, w: float = 1.0,
   the next branching. The root's children were not selected and are compared as
   they are.
 
-  Read: r is the rank of the surprisal of the incumbent's first action token
-  among the candidates laid down in the same stage (ties share their mean rank);
-  the comparison is leave-one-out.
+  Read: r is the rank of the surprisal of the incumbent's first action token, or
+  of that whole action, among the candidates laid down in the same stage (ties
+  share their mean rank); the comparison is leave-one-out.
 
   Args:
     tree: [B, N, T].
@@ -163,8 +162,8 @@ def sipo(tree: tree_lib.Tree, *, a2: float | chex.Array = 0.0, w: float = 1.0,
       from the PREVIOUS batch, so that these returns have no say in it; reward
       units. 0 corrects nothing.
     w: how much of the selection bias that SIPO predicts is subtracted.
-    unit: whether the candidates are the first tokens of actions, 'action', or
-      all of their tokens, 'token'; as the branch policy had it.
+    unit: whether the candidates are whole actions, 'action', or their tokens
+      one by one, 'token'; as the branch policy had it.
     node_values: what a continuation is worth: its 'own' return, or the
       'split_mean' or 'leaf_mean' of the leaves below it.
     node_weighting: 'uniform', every token weighs 1, or 'split', a child carries
@@ -175,12 +174,14 @@ def sipo(tree: tree_lib.Tree, *, a2: float | chex.Array = 0.0, w: float = 1.0,
     for equal returns.
 
   Raises:
-    ValueError: if an option is unknown.
+    ValueError: if an option is unknown, or there is no a2.
 
   References:
     SIPO (arXiv 2609.34805); restated where not said to be read.
     Blom 1958, Statistical Estimates and Transformed Beta-Variables.
   """
+  checks.given('a2', a2, 'sipo', 'the slope that selection_slope found in the '
+               'batch before, 0.0 to correct nothing')
   values = returns.centred_values(tree, node_values)
   selected = (common.is_incumbent(tree) & tree_lib.is_first_child(tree)
               & (tree.parents > 0))
@@ -196,10 +197,11 @@ def selection_slope(tree: tree_lib.Tree, *, unit: Unit = 'token',
                     ) -> tuple[types.Array, types.Array]:
   """Returns the sums whose quotient is a2, the slope of value on surprisal.
 
-  a2 = Cov(Z, Y) / Var(Z) over all candidates of a batch, the tokens of its
-  first trajectories: Z the surprisal, z-scored within the tree, and Y the value
-  of the candidate's node less the mean over the tree's candidates. Sums of
-  several batches may be added before a2 = masked.divide(covariance, variance).
+  a2 = Cov(Z, Y) / Var(Z) over all candidates of a batch, the tokens or actions
+  of its first trajectories: Z the surprisal, z-scored within the tree, and Y
+  the value of the candidate's node less the mean over the tree's candidates.
+  Sums of several batches may be added before a2 = masked.divide(covariance,
+  variance).
 
   Args:
     tree: [B, N, T].
@@ -220,7 +222,8 @@ def selection_slope(tree: tree_lib.Tree, *, unit: Unit = 'token',
   mask = _candidates(tree, unit) & (tree.birth == 0)[..., None]
   values = common.per_token(tree, returns.centred_values(tree, node_values))
   per_tree = (-2, -1)
-  z = masked.whiten(-tree.behaviour_log_probs, mask, per_tree, epsilon=1e-6)
+  surprisal = tree_lib.surprisal(tree, unit)
+  z = masked.whiten(surprisal, mask, per_tree, epsilon=1e-6)
   y = values - masked.mean(values, mask, per_tree, keepdims=True)
   sums = masked.sum(z * y, mask), masked.sum(jnp.square(z), mask)
   return jax.lax.stop_gradient(sums)
@@ -242,12 +245,12 @@ def _candidates(tree, unit):
 
 
 def _blom(tree, unit):
-  """Returns the normal score of the first action token from a node on, [B, N].
+  """Returns the normal score of the first candidate from a node on, [B, N].
 
   0 where the node's row has no action token any more.
   """
   mask = _candidates(tree, unit)
-  surprisal = masked.fill(-tree.behaviour_log_probs, mask)
+  surprisal = masked.fill(tree_lib.surprisal(tree, unit), mask)
   first = tree_lib.first_action_index(tree)
   own = jnp.take_along_axis(
       surprisal, jnp.maximum(first, 0)[..., None], axis=-1)[..., 0]

@@ -1,220 +1,207 @@
-"""Forks where the outcome is still open and little is left to pay for.
+"""A fixed budget of rollouts, spent by a recommended way to branch.
 
-Entropy says where actions differ, not where outcomes do. A predictor that was
-fitted on earlier updates says the latter: V(1 - V), the variance of success
-still to come, per action still to be taken.
+The recommendation is made of the trees of earlier updates: so many forks at
+such depths of every first trajectory, or none. A small share goes to forks at
+random depths, so that the next recommendation has something to go by.
 """
+
+from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from bpo_jax import checks
 from bpo_jax import masked
 from bpo_jax import tree as tree_lib
 from bpo_jax import types
-from bpo_jax import walks
 from bpo_jax.branching import decisions as decisions_lib
+from bpo_jax.branching import depths
 
-_NUM_PRICES = 8  # The other trees are asked at min_gain times 1, 2, 4, ..
+_ROUNDING = 1e-4  # Of sums of costs, in rollouts.
 
 
-def adaptive(tree: tree_lib.Tree, *, values: chex.Array | None = None,
-             remaining_costs: chex.Array | None = None, num_rollouts: int = 16,
-             num_branch_points: int = 8, num_forks: int = 1,
-             min_gain: float = 1.0, min_spacing: int = 1,
-             max_per_path: int | None = None,
-             birth: chex.Numeric | None = 0,
-             prices: chex.Array | None = None,
-             num_fresh: chex.Array | None = None) -> types.BranchPlan:
-  """Spends a fixed budget where it is predicted to remove most variance.
+def adaptive(tree: tree_lib.Tree, *, design: depths.Design | None = None,
+             num_rollouts: int = 16, num_branch_points: int = 32,
+             explore: float = 0.1, open_mask: chex.Array | None = None,
+             birth: chex.Numeric | None = None,
+             key: chex.PRNGKey | None = None) -> types.BranchPlan:
+  """Spends a fixed budget by a recommended design, in two stages.
 
-  Decisions are taken in node and token order, each if its `predicted_gain`
-  exceeds the tree's price and the forks there can still be paid for. The rest
-  of the budget goes to fresh rollouts, forks before the root's first action.
+  With c_d the cost of a fork at depth bin d, R the budget and epsilon the share
+  to explore with, a tree gets
+
+    n = floor(R (1 - epsilon) / (1 + (K - 1) sum_d c_d))
+
+  first trajectories, and as many more as are whole in what that leaves over.
+  Asked for the first time, the policy plans those that are not there yet, fresh
+  rollouts; asked again, K - 1 forks of every first trajectory, those included,
+  at one decision in every recommended bin, drawn from the bin's depths. Each of
+  the first epsilon R / mean_d(c_d) trajectories also gets one fork at a depth
+  drawn from all. A tree that has enough trajectories is forked at once, and one
+  that was forked is left alone.
 
   What keeps it unbiased. Draws have an order, that of the nodes. An estimator
   with split weights is unbiased if the number of forks at each state is fixed
-  by what was drawn before that state's first action: weights are then known in
+  by what was drawn before that state's own action: weights are then known in
   advance, a subtree's split mean has the expectation of the return given its
   state, and later draws of different subtrees are uncorrelated, so that
   baselines stay independent of the action. Here
-  * a gain looks at predictions for the state, which are from its prefix alone
-    and from earlier updates;
-  * what was spent before a decision depends on decisions before it;
-  * the price and the number of fresh rollouts must be known at the root. The
-    budget that a tree turns out to leave over is known only after its first
-    trajectories, and their weights, 1 / (number of the root's children), would
-    depend on how they went. So both are set by the OTHER trees of the batch,
-    which are independent of this one: the least price at which these would on
-    average spend no more than the budget, and what they then leave over. A tree
-    that still has something left leaves it unspent.
+  * design, budget and coins are fixed before the tree is grown, and with them
+    the number of first trajectories: the root's weights, 1 / (number of its
+    children), depend on nothing that was drawn;
+  * a decision's depth is known at its state: to fork at a fixed or a drawn
+    depth is a stopping time;
+  * what was paid before a decision depends on decisions before it.
+  What a tree has left over in the end, because its episodes were short, it
+  leaves unspent: the number of its fresh rollouts would tell how they went.
+
+  Nothing but depth has a say in where forks are. So the trees are fit for
+  `variance.update`, which the next design is made of; with `open_mask` they are
+  not.
 
   Args:
     tree: [B, N, T].
-    values: [B, N] predicted probability of success from the state at the END
-      of each node; never from returns of these trees.
-    remaining_costs: [B, N] predicted actions from there to the end of the
-      episode; None for a whole rollout each, wherever the fork starts.
+    design: from trees of earlier updates, by `designs.to_arrays`; None for no
+      branch points but those that explore.
     num_rollouts: budget of a tree in whole rollouts, the leaves that are there
       included; a fork counts as the part of a rollout that it runs.
     num_branch_points: M, at most so many branch points a tree.
-    num_forks: forks at each, K - 1 for sibling groups of K.
-    min_gain: fork only where the predicted saving per action is more than so
-      many times that of a fresh rollout.
-    min_spacing: tokens along a path between branch points.
-    max_per_path: at most so many branch points on one path; None for M.
-    birth: the stage whose nodes are eligible, 0 for first trajectories; None
-      for all.
-    prices: scalar or [B], the gain to exceed in place of what the other trees
-      say; from earlier updates.
-    num_fresh: int32, scalar or [B], fresh rollouts in place of what the other
-      trees say; from earlier updates. Never more than the budget.
+    explore: share of the budget that is spent on forks at random depths, to
+      learn where forks pay; 0 for none.
+    open_mask: [B, N] bool, nodes before whose actions the outcome is still
+      open, told from the prefix alone; None for all. The others are not forked
+      by the design.
+    birth: the newest stage whose trajectories are eligible; None for all.
+    key: a typed key.
 
   Returns:
     BranchPlan [B, M + 1], branch points in node and token order, the fresh
-    rollouts last; `unspent` in whole rollouts, rounded down. Without a
-    prediction, V being 0, everything goes to fresh rollouts.
+    rollouts last; `unspent` in whole rollouts, rounded down, of a tree that is
+    forked.
 
   Raises:
-    ValueError: if a size is out of range, or `values` is not given.
+    ValueError: if a size is out of range, or there is no key.
 
   References:
-    Ours. The idea to spend where mixed outcomes are likely is TRACE's (arXiv
-    2606.11119).
+    Ours; the variance that the design goes by extends theorem 4.3 of Branching
+    Policy Optimization (arXiv 2607.14171).
   """
-  decisions_lib.check_sizes(num_branch_points, num_forks)
+  checks.at_least('num_branch_points', num_branch_points, 1, ' (M)')
   checks.at_least('num_rollouts', num_rollouts, 1)
-  _check_shape('values', values, tree)
-  if remaining_costs is None:
-    remaining_costs = jnp.ones_like(values)
-  _check_shape('remaining_costs', remaining_costs, tree)
-  gains, parts = _gains_and_parts(tree, values, remaining_costs, num_forks)
-  decisions = decisions_lib.find(tree, birth)
-
-  def choose(price):
-    """Returns decisions [B, M] above a price, and what each would cost."""
-    mask = decisions.mask & (gains > price[:, None])[..., None]
-    chosen = decisions_lib.greedy(
-        decisions.replace(mask=mask), jnp.zeros(mask.shape), num_branch_points,
-        min_spacing, max_per_path)
-    node = jnp.maximum(chosen, 0) // mask.shape[-1]
-    each = num_forks * jnp.take_along_axis(parts, node, axis=-1)
-    return chosen, masked.fill(each, chosen >= 0)
-
-  leaves = tree_lib.num_leaves(tree)[:, 0]
+  if not 0 <= explore < 1:
+    raise ValueError(
+        f'explore: expected a share from 0 to below 1, got {explore}')
+  checks.given('key', key, 'adaptive', 'a typed key')
+  design = depths.unknown() if design is None else design
+  first = _first_trajectories(tree)
+  num_explorers, wanted = _sizes(design, num_rollouts, explore)
   real = jnp.asarray(tree.node_mask)[:, 0]
-  budget = masked.fill(jnp.maximum(num_rollouts - leaves, 0), real)
-  if prices is None or num_fresh is None:
-    asked, spare = _from_the_others(choose, budget, real, min_gain)
-    prices = asked if prices is None else prices
-    num_fresh = spare if num_fresh is None else num_fresh
+  missing = masked.fill(jnp.maximum(wanted - first.count, 0), real)
+  is_forked = tree_lib.num_leaves(tree)[:, 0] > first.count
+  forks, costs = _forks(
+      tree, first, design, num_explorers, open_mask, birth, key)
+  left = masked.fill(jnp.maximum(num_rollouts - first.count, 0), real)
+  may_fork = (missing == 0) & ~is_forked
+  paid = jnp.cumsum(costs, axis=-1) <= left[:, None] + _ROUNDING
+  taken = (forks > 0) & paid & may_fork[:, None]
+  taken = taken & (jnp.cumsum(taken, axis=-1) <= num_branch_points)
+  left = left - jnp.sum(masked.fill(costs, taken), axis=-1)
+  plan = _plan(tree, masked.fill(forks, taken), num_branch_points,
+               jnp.where(is_forked, 0, missing))
+  unspent = jnp.floor(left + _ROUNDING).astype(jnp.int32)
+  return plan.replace(unspent=masked.fill(unspent, may_fork))
+
+
+class _Trajectories(NamedTuple):
+  """The trajectories that begin at the root, of any stage.
+
+  Attributes:
+    head: node with which a node's trajectory began.
+    rank: of that trajectory among those from the root, in node order.
+    mask: nodes of trajectories from the root.
+    count: how many there are.
+  """
+
+  head: chex.Array  # [B, N] int32
+  rank: chex.Array  # [B, N] int32
+  mask: chex.Array  # [B, N] bool
+  count: chex.Array  # [B] int32
+
+
+def _first_trajectories(tree):
+  head = decisions_lib.trajectory(tree)
+  begins = (head == jnp.arange(head.shape[-1])) & tree.node_mask
+  begins = begins & (depths.actions_above(tree) == 0)
+  rank = jnp.cumsum(begins, axis=-1, dtype=jnp.int32) - 1
+  at_head = lambda x: jnp.take_along_axis(x, head, axis=-1)
+  return _Trajectories(
+      head=head, rank=at_head(rank), mask=at_head(begins) & tree.node_mask,
+      count=jnp.sum(begins, axis=-1, dtype=jnp.int32))
+
+
+def _sizes(design, num_rollouts, explore):
+  """Returns how many trajectories explore, and how many there are to be."""
+  costs, known = jnp.asarray(design.costs), jnp.asarray(design.costs) > 0
+  each_explorer = masked.mean(costs, known)
+  num_explorers = jnp.round(
+      masked.divide(explore * num_rollouts, each_explorer))
+  each = 1 + (design.num_siblings - 1) * masked.sum(costs, design.bins)
+  budget = num_rollouts * (1 - explore)
+  whole = lambda x: jnp.floor(x + _ROUNDING)
+  wanted = whole(budget / each)
+  wanted = wanted + whole(budget - wanted * each)
+  # One trajectory is there in any case.
+  return num_explorers, jnp.maximum(wanted, 1).astype(jnp.int32)
+
+
+def _forks(tree, first, design, num_explorers, open_mask, birth, key):
+  """Returns forks at every decision and what they cost, [B, N * T] each."""
+  decisions = decisions_lib.find(tree, birth=None)
+  mask = decisions.mask & first.mask[..., None]
+  if birth is not None:
+    stage = jnp.reshape(jnp.asarray(birth), (-1, 1))
+    mask = mask & (tree.birth <= stage)[..., None]
+  before = depths.actions_before(tree)
+  num_bins, width = len(design.costs), design.depth_width
+  level = jnp.minimum(before // width, num_bins - 1)
+  drawn_key, explored_key = jax.random.split(key)
+  shape = first.head.shape
+  drawn = decisions_lib.noise((*shape, num_bins), drawn_key)
+  starts = jnp.arange(num_bins) * width
+  drawn = _at_least_one(starts + jnp.floor(drawn * width))  # [B, N, D]
+  drawn = jax.vmap(lambda x, i: x[i])(drawn, first.head)
+  own = jnp.take_along_axis(drawn, level, axis=-1)
+  by_design = design.bins[level] & (before == own)
+  if open_mask is not None:
+    by_design = by_design & jnp.asarray(open_mask)[..., None]
+  reach = jnp.sum(jnp.asarray(design.costs) > 0) * width
+  explored = 1 + jnp.floor(
+      decisions_lib.noise(shape, explored_key) * (reach - 1))
+  explored = jnp.take_along_axis(explored, first.head, axis=-1)[..., None]
+  by_chance = (before == explored) & (first.rank < num_explorers)[..., None]
+  forks = (design.num_siblings - 1) * by_design + by_chance
+  forks = masked.fill(forks, mask).astype(jnp.int32).reshape(shape[0], -1)
+  costs = jnp.asarray(design.costs)[level].reshape(shape[0], -1)
+  return forks, masked.fill(forks * costs, forks > 0)
+
+
+def _at_least_one(depth):
+  """Returns depths, none of which is the root's."""
+  return jnp.maximum(depth.astype(jnp.int32), 1)
+
+
+def _plan(tree, forks, num_branch_points, num_fresh):
+  """Returns the plan of forks [B, N * T] and of fresh rollouts [B]."""
+  width = min(num_branch_points, forks.shape[-1])
+  order = jnp.argsort(forks == 0, axis=-1, stable=True)[:, :width]
+  counts = jnp.take_along_axis(forks, order, axis=-1)
+  extra = ((0, 0), (0, num_branch_points - width))
+  chosen = jnp.pad(
+      jnp.where(counts > 0, order, -1), extra, constant_values=-1)
   fresh = decisions_lib.fresh(tree)
-  num_fresh = jnp.where(fresh >= 0, jnp.minimum(num_fresh, budget), 0)
-  chosen, costs = choose(jnp.broadcast_to(jnp.asarray(prices), budget.shape))
-  left = (budget - num_fresh).astype(jnp.float32)
-  paid = _within(costs, left)
-  left = left - jnp.sum(masked.fill(costs, paid), axis=-1)
   chosen = jnp.concatenate([
-      jnp.where(paid, chosen, -1),
-      jnp.where(num_fresh > 0, fresh, -1)[:, None]], axis=-1)
+      chosen, jnp.where(num_fresh > 0, fresh, -1)[:, None]], axis=-1)
   counts = jnp.concatenate([
-      jnp.full(paid.shape, num_forks), num_fresh[:, None]], axis=-1)
-  plan = decisions_lib.plan(chosen, counts, budget, tree.tokens.shape[-1])
-  return plan.replace(unspent=_floor(left))
-
-
-def predicted_gain(values: chex.Array, parts: chex.Array,
-                   root_values: chex.Array, num_forks: int) -> types.Array:
-  """Returns what a fork saves per action over what a fresh rollout saves.
-
-  With v = V(1 - V) the variance of success given the state, l the part of an
-  episode after it and m = K - 1 forks: the actions after the state get an
-  advantage of variance v K / (K - 1) in K copies of weight 1 / K, so that v
-  becomes v / m; those before it see the mean of K returns, so that v becomes
-  v / K. A fresh rollout dilutes a whole path's variance v_0 at the cost of 1:
-
-    gain = v [l (1 - 1/m) + (1 - l) m / (m + 1)] / (m l) / v_0.
-
-  What the prefix has decided already is left out: it is removed by a better
-  baseline without any fork.
-
-  Args:
-    values: V at the state, in [0, 1].
-    parts: l, in (0, 1].
-    root_values: V at the root.
-    num_forks: m.
-
-  Returns:
-    The gain, float32; 0 where nothing is open, or no cost is predicted.
-
-  References:
-    Ours; the variances are theorem 4.3's of Branching Policy Optimization
-    (arXiv 2607.14171).
-  """
-  m = num_forks
-  after = parts * (1 - 1 / m)
-  before = jnp.maximum(1 - parts, 0) * m / (m + 1)
-  saved = _open(values) * (after + before)
-  return masked.divide(saved, m * parts * _open(root_values))
-
-
-def _open(values):
-  """Returns V(1 - V), the variance of success."""
-  values = jnp.clip(values, 0, 1)
-  return values * (1 - values)
-
-
-def _check_shape(name, value, tree):
-  checks.given(name, value, 'adaptive', 'an array [B, N]')
-  if np.shape(value) != np.shape(tree.parents):
-    raise ValueError(f'{name}: expected one a node, shape '
-                     f'{np.shape(tree.parents)}, got {np.shape(value)}')
-
-
-def _gains_and_parts(tree, values, remaining_costs, num_forks):
-  """Returns the gain and the cost of a fork before each node's actions.
-
-  Both are those of the state at the parent's end: what a node shows before its
-  own actions is later than that, but its own end would be too late.
-  """
-  values, costs = (
-      masked.fill(jnp.asarray(x, jnp.float32), tree.node_mask)
-      for x in (values, remaining_costs))
-  parts = jnp.maximum(masked.divide(costs, costs[:, :1]), 0)
-  gains = predicted_gain(values, parts, values[:, :1], num_forks)
-  return (walks.at_parent(x, tree.parents) for x in (gains, parts))
-
-
-def _from_the_others(choose, budget, real, min_gain):
-  """Returns the price and the number of fresh rollouts of every tree, [B]."""
-  levels = min_gain * 2.0 ** jnp.arange(_NUM_PRICES)
-  demand = jax.lax.map(
-      lambda price: jnp.sum(
-          choose(jnp.full(budget.shape, price))[1], axis=-1), levels)  # [P, B]
-  dear = _mean_of_others(demand, real) > budget
-  # Demand need not fall with the price where slots are few: the first to fit.
-  level = jnp.minimum(
-      jnp.sum(jnp.cumprod(dear, axis=0), axis=0), _NUM_PRICES - 1)
-  spent = _mean_of_others(jnp.minimum(demand, budget), real)
-  spent = jnp.take_along_axis(spent, level[None], axis=0)[0]
-  alone = jnp.sum(real) < 2
-  return levels[level], jnp.where(alone, 0, _floor(budget - spent))
-
-
-def _mean_of_others(values, real):
-  """Returns the mean over the other real trees, [P, B] like `values`."""
-  values = masked.fill(values, real)
-  others = jnp.sum(values, axis=-1, keepdims=True) - values
-  return others / jnp.maximum(jnp.sum(real) - real, 1)
-
-
-def _within(costs, budget):
-  """Returns which of costs [B, M] are paid before the budget is exceeded."""
-  return jnp.cumsum(costs, axis=-1) <= budget[:, None] * (1 + 1e-6)
-
-
-def _floor(rollouts):
-  """Returns whole rollouts, int32; a rounding error is not one less."""
-  return jnp.floor(jnp.maximum(rollouts, 0) + 1e-4).astype(jnp.int32)
+      jnp.pad(counts, extra), num_fresh[:, None]], axis=-1)
+  return decisions_lib.plan(chosen, counts, 0, tree.tokens.shape[-1])

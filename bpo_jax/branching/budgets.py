@@ -220,31 +220,42 @@ def _mixed_gain(slot, forks, arrays):
 
 
 def branpo_tail(tree: tree_lib.Tree, *, success_threshold: float = 0.8,
-                num_branch_points: int = 4, forks_when_solved: int = 2,
-                forks_when_failed: int = 3, forks_when_long: int = 6,
+                num_branch_points: int = 4, branches_when_solved: int = 2,
+                branches_when_failed: int = 3, branches_when_long: int = 6,
                 birth: chex.Numeric | None = 0) -> types.BranchPlan:
   """Forks one to three actions before the end, by how the task is going.
 
-  With p the share of the task's first rollouts that succeed:
+  With p the share of the task's first rollouts that succeed, and lengths in
+  actions:
 
-    p = 1: two forks before the last action of each;
+    p = 1: two branches before the last action of each;
     p < 1/2: three before the last action of every failure; where none of them
-      succeeded, three before the second last, then before the third last;
-    1/2 < p < 1: six before the third last action of every success that is
-      longer than the mean.
+      succeeds, three before the second last, then before the third last;
+    1/2 < p < 1: six before the second last action of every success that is
+      longer than the mean of the successes.
 
-  A plan cannot see how its own forks end, so that "where none succeeded" is
-  said by a later call, about forks of an earlier one: three calls in a row walk
-  back from the end. A state that has been forked is not forked again. That
-  lengths are action tokens is read, as is that p = 1/2 gets nothing.
+  A rollout's own tail is one of its branches, so that these are one, two and
+  five forks. A plan cannot see how its forks will end: "where none succeeds" is
+  said by the next call, about the forks of the calls before. Three calls in a
+  row with birth = 0 walk back from the end; one that finds nothing left to try
+  leaves its budget unspent. (`recursive` would look for the tails of forks.)
+
+  Where the released code goes on and this does not: it forks three times, one
+  and two actions before the end, also every rollout at p = 1/2, successes at
+  p < 1/2, and at 1/2 < p < 1 failures and, up to p = 3/4, shorter successes; it
+  forks again before the first action of a failure that is too short to walk
+  back; it stops at the first fork that contrasts with the own tail; and it
+  counts no fork that a limit ended.
 
   Args:
     tree: [B, N, T].
     success_threshold: return from which an episode counts as a success.
     num_branch_points: M, rollouts of a task to fork at most.
-    forks_when_solved: forks where every rollout succeeds.
-    forks_when_failed: forks of a failure.
-    forks_when_long: forks of a success that is longer than the mean.
+    branches_when_solved: branches where every rollout succeeds, the own tail
+      being one.
+    branches_when_failed: branches of a failure, the own tail being one.
+    branches_when_long: branches of a success that is longer than the mean, the
+      own tail being one.
     birth: the stage whose nodes are eligible, 0 for first trajectories; None
       for all.
 
@@ -256,21 +267,27 @@ def branpo_tail(tree: tree_lib.Tree, *, success_threshold: float = 0.8,
     ValueError: if a size is out of range.
 
   References:
-    BranPO (arXiv 2602.03719), restated.
+    BranPO (arXiv 2602.03719), restated; that the own tail is one of the
+    branches, where the six of them start and what lengths are, exact by the
+    released code.
   """
-  most = max(forks_when_solved, forks_when_failed, forks_when_long)
-  least = min(forks_when_solved, forks_when_failed, forks_when_long)
-  decisions_lib.check_sizes(num_branch_points, least)
+  numbers = dict(
+      branches_when_solved=branches_when_solved,
+      branches_when_failed=branches_when_failed,
+      branches_when_long=branches_when_long)
+  for name, number in numbers.items():
+    checks.at_least(name, number, 2, ' (the own tail and a fork)')
+  most = max(numbers.values()) - 1
+  decisions_lib.check_sizes(num_branch_points, most)
   solved, failed, long = _situations(tree, success_threshold, birth)
   steps, missed, tried = _tail(tree, success_threshold)
   until_here = (steps == 1) | (steps == 2) & missed[1] | (
       steps == 3) & missed[1] & missed[2]
-  count = jnp.where(
-      solved & (steps == 1), forks_when_solved, jnp.where(
-          failed & until_here, forks_when_failed, jnp.where(
-              long & (steps == 3), forks_when_long, 0)))
+  branches = jnp.select(
+      [solved & (steps == 1), failed & until_here, long & (steps == 2)],
+      list(numbers.values()), 1)
   place = _shared_place(tree)
-  count = jnp.where(tried | (place < 0), 0, count)
+  count = jnp.where(tried | (place < 0), 0, branches - 1)
   decisions = decisions_lib.find(tree, birth)
   chosen = decisions_lib.greedy(
       decisions.replace(mask=count > 0), jnp.zeros(count.shape),
@@ -288,11 +305,12 @@ def _situations(tree, success_threshold, birth):
   if birth is not None:
     leaf &= tree.birth == jnp.reshape(jnp.asarray(birth), (-1, 1))
   success = _outcome(tree, success_threshold)
+  right = leaf & success
   num_leaves, num_right = (
-      jnp.sum(x, axis=-1, keepdims=True) for x in (leaf, leaf & success))
-  tokens = jnp.sum(tree.action_mask, axis=-1, dtype=jnp.float32)
-  length = _at_leaf(walks.sum_above(tokens, tree.parents), tree)
-  is_long = length > masked.mean(length, leaf, axis=-1, keepdims=True)
+      jnp.sum(x, axis=-1, keepdims=True) for x in (leaf, right))
+  actions = jnp.sum(tree_lib.action_starts(tree), axis=-1, dtype=jnp.float32)
+  length = _at_leaf(walks.sum_above(actions, tree.parents), tree)
+  is_long = length > masked.mean(length, right, axis=-1, keepdims=True)
   eligible = _at_leaf(leaf.astype(jnp.float32), tree) > 0
   mostly = 2 * num_right - num_leaves
   all_right = num_right == num_leaves

@@ -17,7 +17,7 @@ from bpo_jax import tree as tree_lib
 from bpo_jax import types
 from bpo_jax import walks
 
-Unit = Literal['action', 'token']
+Unit = tree_lib.Unit
 Statistic = Literal['first_token', 'action']
 
 
@@ -88,19 +88,7 @@ def entropies(tree: tree_lib.Tree, statistic: Statistic = 'first_token'
   values = jnp.where(tree.action_mask, tree.entropies, 0)
   if statistic == 'first_token':
     return values
-  return sum_to_end_of_action(values, tree.action_mask)
-
-
-def sum_to_end_of_action(values: chex.Array, mask: chex.Array) -> types.Array:
-  """Returns the sum from every token to the end of its action, [B, N, T]."""
-  def visit(carry, column):
-    value, inside = column
-    carry = jnp.where(inside, carry + value, 0)
-    return carry, carry
-  columns = jax.tree.map(lambda x: jnp.moveaxis(x, -1, 0), (values, mask))
-  _, sums = jax.lax.scan(
-      visit, jnp.zeros(values.shape[:-1]), columns, reverse=True)
-  return jnp.moveaxis(sums, 0, -1)
+  return tree_lib.sum_to_end_of_action(tree, values)
 
 
 def noise(shape: tuple[int, ...], key: chex.PRNGKey | None) -> types.Array:

@@ -174,7 +174,7 @@ def treerl_surprisal(tree: tree_lib.Tree, *, num_branch_points: int = 12,
     TreeRL (arXiv 2506.11902), restated; the sizes are read.
   """
   decisions = decisions_lib.find(tree, birth, 'token')
-  scores = _surprisal(tree)
+  scores = tree_lib.surprisal(tree)
   decisions = _best_per_backbone(
       tree, decisions, scores, max_per_backbone, key)
   return decisions_lib.best(
@@ -185,13 +185,17 @@ def spo_cutpoints(tree: tree_lib.Tree, *, cutpoints_per_segment: int = 5,
                   cutpoint_probability: float = 0.9,
                   num_branch_points: int = 6, num_forks: int = 5,
                   max_per_path: int | None = 1,
-                  birth: chex.Numeric | None = 0) -> types.BranchPlan:
-  """Forks where every trajectory has gone through so many cutpoints.
+                  birth: chex.Numeric | None = None) -> types.BranchPlan:
+  """Forks where every path has gone through so many cutpoints since it forked.
 
   A cutpoint is a token of probability below a threshold. A segment ends with
-  the m-th cutpoint since the last cut, or since the trajectory began, and the
-  fork starts at the next action token. All first cuts come before all second
-  ones. The 6-6-6 tree is six first trajectories and two stages of this one.
+  the m-th cutpoint since the last cut, and the fork starts at the next action
+  token. Where a path branched last was a cut, so that a state is never forked
+  twice and every further call of the policy lays one more level below all that
+  is there, first trajectories included. First cuts come before later ones.
+
+  The 6-6-6 tree is six first trajectories and two calls with M = 36: six cuts
+  of five forks, then 36 of them, 216 leaves.
 
   Args:
     tree: [B, N, T].
@@ -201,7 +205,7 @@ def spo_cutpoints(tree: tree_lib.Tree, *, cutpoints_per_segment: int = 5,
     num_forks: forks at each.
     max_per_path: at most so many branch points on one path; None for M.
     birth: the stage whose nodes are eligible, 0 for first trajectories; None
-      for all.
+      for all, so that every further call expands forks as well.
 
   Returns:
     BranchPlan [B, M]: first cuts, then second ones.
@@ -214,19 +218,20 @@ def spo_cutpoints(tree: tree_lib.Tree, *, cutpoints_per_segment: int = 5,
     segment ends is read.
   """
   checks.at_least('cutpoints_per_segment', cutpoints_per_segment, 1)
-  laid_out = trajectories.lay_out(tree)
-  surprising = _surprisal(tree) > -jnp.log(cutpoint_probability)
+  laid_out = trajectories.lay_out_segments(tree)
+  surprising = tree_lib.surprisal(tree) > -jnp.log(cutpoint_probability)
   cutpoint = trajectories.read(laid_out, surprising, tree).astype(jnp.float32)
   count = _count_up_to(cutpoint, laid_out.number)
   is_last = (cutpoint > 0) & (count % cutpoints_per_segment == 0)
-  is_cut, segment = (
+  # The first action token of a segment is nowhere: it was forked already.
+  is_cut, number = (
       trajectories.put_back(
           laid_out, trajectories.one_on(x, laid_out.number), tree)
       for x in (is_last, count))
   decisions = decisions_lib.find(tree, birth, 'token')
   decisions = decisions.replace(mask=decisions.mask & is_cut)
   return decisions_lib.best(
-      decisions, -segment, num_branch_points, num_forks,
+      decisions, -number, num_branch_points, num_forks,
       max_per_path=max_per_path)
 
 
@@ -267,9 +272,7 @@ def sipo(tree: tree_lib.Tree, *, sibling_penalty: float = 1.0,
   checks.at_least('num_forks', num_forks, 2,
                   ' (B > 1 fresh continuations of every decision)')
   decisions = decisions_lib.find(tree, birth, unit)
-  surprisal = _surprisal(tree)
-  if unit == 'action':
-    surprisal = decisions_lib.sum_to_end_of_action(surprisal, tree.action_mask)
+  surprisal = tree_lib.surprisal(tree, unit)
   siblings = walks.at_parent(tree_lib.num_children(tree), tree.parents) - 1
   at_start = jnp.arange(tree.tokens.shape[-1]) == 0
   siblings = jnp.where(at_start, siblings[..., None], 0).astype(jnp.float32)
@@ -283,13 +286,8 @@ def _whiten(values, mask):
   return masked.whiten(values, mask, axis=(1, 2), epsilon=1e-6)
 
 
-def _surprisal(tree):
-  """Returns -log pi of every action token, [B, N, T] float32, nats."""
-  return -masked.fill(jnp.asarray(tree.behaviour_log_probs), tree.action_mask)
-
-
 def _count_up_to(marked, number):
-  """Returns how many tokens of a trajectory are marked so far, [B, L]."""
+  """Returns how many tokens of a sequence are marked so far, [B, L]."""
   from_here = trajectories.discounted_to_end(marked, number)
   return trajectories.sums(marked, number) - from_here + marked
 

@@ -1,9 +1,10 @@
 """The action tokens of a tree as sequences, one trajectory after the other.
 
-A trajectory is what was drawn in one go, a chain of first children. Policies
-that look at the next tokens of a trajectory, at the ones before, or at all of
-them lay a tree out like this, compute along the last axis, and put the result
-back. What stands off the action tokens is never read.
+A trajectory is what was drawn in one go, a chain of first children, and a
+segment what lies between two branchings. Policies that look at the next tokens
+of one, at those before, or at all of them lay a tree out like this, compute
+along the last axis, and put the result back. What stands off the action tokens
+is never read.
 """
 
 import chex
@@ -23,7 +24,7 @@ class Trajectories:
 
   Attributes:
     order: flattened index into N * T of what stands there.
-    number: the node with which the token's trajectory began; N for tokens that
+    number: the node with which the token's sequence began; N for tokens that
       are no actions, which come last.
   """
 
@@ -33,9 +34,24 @@ class Trajectories:
 
 def lay_out(tree: tree_lib.Tree) -> Trajectories:
   """Returns the action tokens by trajectory, then by their place in it."""
+  return _lay_out(tree, decisions_lib.trajectory(tree))
+
+
+def lay_out_segments(tree: tree_lib.Tree) -> Trajectories:
+  """Returns the action tokens by segment, then by their place in it.
+
+  A segment begins at the root and at every node with siblings. A trajectory has
+  one from its start to its first branching, one from there to the second, and
+  so on.
+  """
+  starts = tree_lib.in_group(tree) | (jnp.asarray(tree.parents) < 0)
+  return _lay_out(tree, walks.nearest_above(starts, tree.parents))
+
+
+def _lay_out(tree, start):
+  """Returns the action tokens by the node that their sequence began with."""
   trees, num_nodes, num_tokens = tree.tokens.shape
-  number = jnp.where(
-      tree.action_mask, decisions_lib.trajectory(tree)[..., None], num_nodes)
+  number = jnp.where(tree.action_mask, start[..., None], num_nodes)
   place = tree_lib.tokens_above(tree)[..., None] + jnp.arange(num_tokens)
   flat = lambda x: x.reshape(trees, num_nodes * num_tokens)
   order = jnp.lexsort((flat(place), flat(number)), axis=-1)
