@@ -269,7 +269,7 @@ _ROWS = (
     _row('arpo_hard', 'ARPO, arXiv 2507.19849', 'restated',
          advantages.arpo_hard, branching.arpo_after_tool),
     _row('branpo', 'BranPO, arXiv 2602.03719', 'restated', advantages.branpo,
-         branching.branpo_tail, num_backbones=4),
+         branching.branpo_tail, num_backbones=4, num_stages=3),
     _row('trace', 'TRACE, arXiv 2606.11119', 'restated', advantages.arpo_soft,
          branching.trace_budget, needs=['value predictor']),
     _row('tree_grpo', 'Tree-GRPO, arXiv 2509.21240', 'restated',

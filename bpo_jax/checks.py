@@ -6,6 +6,7 @@ names that are near.
 
 from collections.abc import Sequence
 import difflib
+import math
 import typing
 from typing import Any
 
@@ -21,6 +22,24 @@ def at_least(name: str, value: Any, low: float, why: str = '') -> None:
   """Raises ValueError unless the host number `value` is at least `low`."""
   if not value >= low:
     raise ValueError(f'{name}: expected at least {low}{why}, got {value}')
+
+
+def between(name: str, value: Any, low: float, high: float = math.inf) -> None:
+  """Raises ValueError unless a host number lies in [low, high].
+
+  Arrays, traced ones too, are let through: what they hold is not known here.
+  """
+  if isinstance(value, (int, float)) and not low <= value <= high:
+    raise ValueError(f'{name}: expected a number from {low} to {high}, got '
+                     f'{value}')
+
+
+def shape(name: str, value: Any, expected: tuple[int, ...]) -> None:
+  """Raises ValueError unless an array has just that shape."""
+  got = getattr(value, 'shape', ())
+  if tuple(got) != tuple(expected):
+    raise ValueError(f'{name}: expected shape {tuple(expected)}, got '
+                     f'{tuple(got)}')
 
 
 def given(name: str, value: Any, algorithm: str, how: str) -> None:

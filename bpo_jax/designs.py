@@ -232,7 +232,7 @@ def to_arrays(chosen: Recommendation, found: variance.Report) -> depths.Design:
 
 
 def next_design(sums: variance.Sums, *, num_rollouts: int = 16,
-                explore: float = 0.1, rho: float = 0.5,
+                explore: float = 0.03, rho: float = 0.5,
                 min_gain: float = 0.05) -> depths.Design:
   """Returns the design for the next update, by the trees of earlier ones.
 

@@ -23,8 +23,8 @@ def graft(tree: tree_lib.Tree, chains: Sequence[tree_lib.Tree | None],
     True at the nodes that were added.
 
   Raises:
-    ValueError: if there is not one chain, or None, for every tree, or a root
-      differs from that of its tree.
+    ValueError: if there is not one chain, or None, for every tree, if it is no
+      single path, or if its root differs from that of its tree.
   """
   num_trees, num_nodes, num_tokens = np.shape(tree.tokens)
   if len(chains) != num_trees:
@@ -40,7 +40,7 @@ def graft(tree: tree_lib.Tree, chains: Sequence[tree_lib.Tree | None],
     if chain is not None:
       _check_root(tree, chain, b)
       count = int(np.sum(chain.node_mask[0])) - 1
-      start = int(np.sum(tree.node_mask[b]))
+      start = 1 + int(np.flatnonzero(tree.node_mask[b])[-1])
       _place(fields, chain, b, start, count)
       golden[b, start:start + count] = True
   return tree_lib.Tree(**fields), golden
@@ -77,6 +77,12 @@ def _padded(tree, num_trees, num_nodes, num_tokens):
 
 
 def _check_root(tree, chain, b):
+  """Refuses what is no single path from the prompt of the tree."""
+  real = int(np.sum(chain.node_mask[0])) if len(chain.node_mask) == 1 else 0
+  path = np.arange(-1, real - 1)
+  if not real or not np.array_equal(chain.parents[0, :real], path):
+    raise ValueError(f'chains: expected one path for tree {b}, [1, N, T] with '
+                     'parents -1, 0, 1, .., got another tree')
   mask, other = tree.token_mask[b, 0], chain.token_mask[0, 0]
   if not np.array_equal(tree.tokens[b, 0][mask], chain.tokens[0, 0][other]):
     raise ValueError(f'chains: expected the prompt of tree {b} at the root, '

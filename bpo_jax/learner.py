@@ -300,6 +300,7 @@ def make_batches(
     for name, values in numbers.items():
       if values is not None:
         _check_finite(name, values, tree.action_mask)
+    checks.at_least('weights', float(np.min(credit.weights)), 0)
   rows = packing.pack(
       tree, credit, value_targets=value_targets, old_values=old_values
   )

@@ -8,6 +8,7 @@ a gradient. A reduction over no real entry is 0.
 import chex
 import jax.numpy as jnp
 
+from bpo_jax import checks
 from bpo_jax import types
 
 Axis = int | tuple[int, ...] | None
@@ -90,5 +91,16 @@ def whiten(values: chex.Array, mask: chex.Array, axis: Axis = None,
            epsilon: float = 1e-6, ddof: int = 0) -> types.Array:
   """Returns (x - mean) / (std + epsilon) at real entries and 0 elsewhere."""
   centred = fill(values, mask) - mean(values, mask, axis, keepdims=True)
-  scale = std(values, mask, axis, keepdims=True, ddof=ddof) + epsilon
-  return fill(centred / scale, mask)
+  spread = std(values, mask, axis, keepdims=True, ddof=ddof)
+  return fill(over_spread(centred, spread, epsilon), mask)
+
+
+def over_spread(deviation: chex.Array, spread: chex.Array,
+                epsilon: chex.Numeric = 1e-6) -> types.Array:
+  """Returns deviation / (spread + epsilon), 0 where the denominator is.
+
+  Raises:
+    ValueError: if epsilon is negative, which would turn signs around.
+  """
+  checks.between('epsilon', epsilon, 0)
+  return divide(deviation, spread + epsilon)

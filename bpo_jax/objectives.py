@@ -164,6 +164,9 @@ def future_kl_surrogate(
   log_ratio = _log_ratio(
       log_probs, jax.lax.stop_gradient(behaviour_log_probs), mask)
   frozen = jax.lax.stop_gradient(log_ratio)
+  checks.at_least('future_half_life', future_half_life, 1e-3, ' tokens')
+  checks.at_least('future_max_ratio', future_max_ratio, 0)
+  checks.between('future_low', future_low, 0, future_high)
   counted = masked.fill(frozen, frozen <= jnp.log(future_max_ratio))
   future = _discounted_future(counted, 2.0 ** (-1.0 / future_half_life), mask)
   weight = jnp.clip(
@@ -433,6 +436,8 @@ def check_reducer(reducer: str, norm: chex.Numeric | None = None) -> None:
   if (norm is None) == (reducer == 'sequence_sum_norm'):
     raise ValueError('norm: expected a number with sequence_sum_norm and None '
                      f'without; got {norm} with {reducer}')
+  if norm is not None and isinstance(norm, (int, float)) and not norm > 0:
+    raise ValueError(f'norm: expected a positive number, got {norm}')
 
 
 def ratio_metrics(log_probs: chex.Array, behaviour_log_probs: chex.Array,
@@ -504,6 +509,10 @@ def _log_ratio(log_probs, other, mask):
 
 def _clip(ratio, advantages, low, high, dual_clip=None):
   """Returns min(r A, clip(r) A), no less than c A where A < 0."""
+  checks.between('clip_epsilon_low', low, 0)
+  checks.between('clip_epsilon_high', high, 0)
+  if dual_clip is not None:
+    checks.between('dual_clip', dual_clip, 1)
   clipped = jnp.clip(ratio, 1 - low, 1 + high)
   surrogate = jnp.minimum(ratio * advantages, clipped * advantages)
   if dual_clip is None:

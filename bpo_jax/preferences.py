@@ -57,6 +57,7 @@ def trajectory_dpo(tree: tree_lib.Tree, log_ratios: chex.Array | None = None,
   """
   checks.given('log_ratios', log_ratios, 'trajectory_dpo',
                '[B, N, T], log pi_phi - log pi_old')
+  checks.shape('log_ratios', log_ratios, tree.tokens.shape)
   leaf = tree_lib.is_leaf(tree)
   total = returns.centred_leaf_returns(tree)
   score = beta * path_sums(tree, jax.lax.stop_gradient(log_ratios))

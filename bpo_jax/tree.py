@@ -7,16 +7,14 @@ the root is an ordinary trajectory. `Tree` is the padded batch that kernels see,
 
 from collections.abc import Sequence
 import dataclasses
-import functools
 from typing import Literal
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from bpo_jax import checks
-from bpo_jax import masked
+from bpo_jax import tree_checks
 from bpo_jax import types
 from bpo_jax import walks
 
@@ -70,13 +68,7 @@ class Tree:
     Raises:
       ValueError: naming the field, what was expected, what came, and where.
     """
-    _check_arrays(self)
-    _check_shape_of_trees(self)
-    _check_nodes(self)
-    _check_tokens(self)
-
-
-Credit = types.Credit
+    tree_checks.validate(self)
 
 
 def depth(tree: Tree) -> types.Array:
@@ -160,137 +152,10 @@ def surprisal(tree: Tree, unit: Unit = 'token') -> types.Array:
     ValueError: if the unit is unknown.
   """
   checks.one_of('unit', unit, Unit)
-  values = -masked.fill(tree.behaviour_log_probs, tree.action_mask)
-  return values if unit == 'token' else sum_to_end_of_action(tree, values)
-
-
-def sum_to_end_of_action(tree: Tree, values: chex.Array) -> types.Array:
-  """Returns the sum from every token to the end of its action, [B, N, T]."""
-  def visit(carry, column):
-    value, inside = column
-    carry = jnp.where(inside, carry + value, 0)
-    return carry, carry
-  columns = jax.tree.map(
-      lambda x: jnp.moveaxis(x, -1, 0), (values, tree.action_mask))
-  _, sums = jax.lax.scan(
-      visit, jnp.zeros(values.shape[:-1]), columns, reverse=True)
-  return jnp.moveaxis(sums, 0, -1)
-
-
-_DTYPES = dict(
-    tokens='int32', token_mask='bool', action_mask='bool',
-    behaviour_log_probs='float32', entropies='float32', parents='int32',
-    node_mask='bool', rewards='float32', terminal='bool', truncated='bool',
-    birth='int32', anchor='int32', allowed='uint32')
-_PER_TOKEN = ('tokens', 'token_mask', 'action_mask', 'behaviour_log_probs',
-              'entropies')
-_ROUNDING = 1e-6  # Nats, of a softmax in float32.
-
-
-def _check_arrays(tree):
-  """Checks ranks, shapes and dtypes against those of `tokens`."""
-  shape = np.shape(tree.tokens)
-  if len(shape) != 3:
-    raise ValueError(f'tokens: expected shape [B, N, T], got {shape}')
-  for name, dtype in _DTYPES.items():
-    value = getattr(tree, name)
-    if name == 'allowed' and value is None:
-      continue
-    if str(value.dtype) != dtype:
-      raise ValueError(f'{name}: expected dtype {dtype}, got {value.dtype}')
-    expected = shape if name in _PER_TOKEN else shape[:2]
-    got = np.shape(value)
-    if name == 'allowed':
-      expected, got = shape, got[:3]
-    if got != expected:
-      raise ValueError(f'{name}: expected shape {expected}, got {got}')
-
-
-def _refuse(bad, name, values, expected):
-  """Raises ValueError with the first entry of `values` where `bad` holds."""
-  where = np.argwhere(bad)
-  if len(where):
-    axes = ('tree', 'node', 'token')
-    first = tuple(where[0].tolist())
-    index = ', '.join(f'{axis} {i}' for axis, i in zip(axes, first))
-    raise ValueError(
-        f'{name}: expected {expected}, got {np.asarray(values)[first]}; first '
-        f'at {index}, {len(where)} in all')
-
-
-def _check_shape_of_trees(tree):
-  """Checks which nodes are real, and who is whose parent."""
-  parents, real = np.asarray(tree.parents), np.asarray(tree.node_mask)
-  refuse = functools.partial(_refuse, name='parents', values=parents)
-  index = np.arange(parents.shape[1])
-  root = real & (parents == types.NO_PARENT)
-  has_parent = parents != types.NO_PARENT
-  refuse(has_parent & ~real, expected='NO_PARENT on padding')
-  refuse(root & (index > 0), expected='the root at node 0 alone')
-  refuse((real.any(axis=1) & ~root[:, 0])[:, None],
-         expected='a root at node 0')
-  refuse(has_parent & ((parents < 0) | (parents >= index)),
-         expected='an index from 0 to below the node\'s own')
-  refuse(has_parent & ~_at_parent(real, parents),
-         expected='a real node, not padding')
-
-
-def _check_nodes(tree):
-  """Checks what is recorded of every node."""
-  parents, real = np.asarray(tree.parents), np.asarray(tree.node_mask)
-  terminal, truncated, rewards, birth, anchor = map(np.asarray, (
-      tree.terminal, tree.truncated, tree.rewards, tree.birth, tree.anchor))
-  has_parent = parents != types.NO_PARENT
-  for name, ended in (('terminal', terminal), ('truncated', truncated)):
-    _refuse(ended & ~real, name, ended, 'False on padding')
-    _refuse(has_parent & _at_parent(ended, parents), 'parents', parents,
-            f'no child of a {name} node')
-  _refuse(terminal & truncated, 'truncated', truncated,
-          'False where terminal is True')
-  _refuse(real & ~np.isfinite(rewards), 'rewards', rewards, 'finite rewards')
-  _refuse(real & (birth < 0), 'birth', birth, '0 or more')
-  _refuse(real & ~has_parent & (birth > 0), 'birth', birth, '0 at the root')
-  _refuse(has_parent & (birth < _at_parent(birth, parents)), 'birth', birth,
-          'at least that of the parent')
-  _refuse(real & (anchor < types.UNKNOWN_ANCHOR), 'anchor', anchor,
-          f'{types.UNKNOWN_ANCHOR} or more')
-
-
-def _check_tokens(tree):
-  """Checks the masks over tokens and what is recorded of each action."""
-  tokens, mask, action = map(
-      np.asarray, (tree.tokens, tree.token_mask, tree.action_mask))
-  real = np.asarray(tree.node_mask)[..., None]
-  _refuse(mask & ~real, 'token_mask', mask, 'False on padding nodes')
-  starts_late = mask & ~np.pad(mask, ((0, 0), (0, 0), (1, 0)),
-                               constant_values=True)[..., :-1]
-  _refuse(starts_late, 'token_mask', mask, 'a prefix of the node')
-  _refuse(action & ~mask, 'action_mask', action, 'a subset of token_mask')
-  _refuse(mask & (tokens < 0), 'tokens', tokens, '0 or more at real tokens')
-  for name, sign, bound in (('behaviour_log_probs', 1, 'at most'),
-                            ('entropies', -1, 'at least')):
-    values = np.asarray(getattr(tree, name))
-    _refuse(action & ~np.isfinite(values), name, values,
-            'finite values at action tokens')
-    _refuse(action & (sign * values > _ROUNDING), name, values,
-            f'{bound} 0 at action tokens')
-    _refuse(~action & (values != 0), name, values, '0 off action tokens')
-  if tree.allowed is not None:
-    _check_allowed(tokens, action, np.asarray(tree.allowed))
-
-
-def _check_allowed(tokens, action, allowed):
-  """Checks that every token drawn is one that could be drawn."""
-  word, bit = np.divmod(np.maximum(tokens, 0), 32)
-  last = allowed.shape[-1] - 1
-  words = np.take_along_axis(allowed, np.minimum(word, last)[..., None], -1)
-  is_allowed = (word <= last) & ((words[..., 0] >> bit.astype('u4')) & 1 > 0)
-  _refuse(action & ~is_allowed, 'tokens', tokens,
-          'a token of `allowed` at action tokens')
-
-
-def _at_parent(values, parents):
-  return np.take_along_axis(values, np.maximum(parents, 0), axis=1)
+  values = jnp.where(tree.action_mask, -tree.behaviour_log_probs, 0)
+  if unit == 'token':
+    return values
+  return walks.sum_to_end_of_run(values, tree.action_mask)
 
 
 @dataclasses.dataclass
@@ -542,7 +407,7 @@ def stack(builders: Sequence[TreeBuilder], num_nodes: int | None = None,
       _size('num_nodes', num_nodes, nodes, bucket),
       _size('num_tokens', num_tokens, tokens, bucket)), sum(words))
   for b, tree in enumerate(trees):
-    for name in _DTYPES:
+    for name in tree_checks.DTYPES:
       value = getattr(tree, name)
       if value is not None:
         getattr(batch, name)[(b, *map(slice, value.shape))] = value
@@ -553,9 +418,10 @@ def empty(shape: tuple[int, ...], num_words: int = 0) -> Tree:
   """Returns padding of shape (..., N, T), with allowed sets of some words."""
   def make(name):
     fill = dict(parents=types.NO_PARENT, anchor=types.UNKNOWN_ANCHOR)
-    size = shape if name in _PER_TOKEN else shape[:-1]
-    return np.full(size, fill.get(name, 0), _DTYPES[name])
-  fields = {name: make(name) for name in _DTYPES if name != 'allowed'}
+    size = shape if name in tree_checks.PER_TOKEN else shape[:-1]
+    return np.full(size, fill.get(name, 0), tree_checks.DTYPES[name])
+  names = [name for name in tree_checks.DTYPES if name != 'allowed']
+  fields = {name: make(name) for name in names}
   allowed = None
   if num_words:
     # All tokens allowed: a softmax over none of them would be NaN.

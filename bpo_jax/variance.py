@@ -233,7 +233,8 @@ def init(*, num_depths: int = 8, depth_width: int = 4) -> Sums:
       paths=zeros(d, 5), depth_width=jnp.asarray(depth_width, jnp.int32))
 
 
-def update(sums: Sums, tree: tree_lib.Tree, *, forgetting: float = 0.9) -> Sums:
+def update(sums: Sums, tree: tree_lib.Tree, *, forgetting: float = 0.95
+           ) -> Sums:
   """Returns the sums with one more batch of trees.
 
   x' = forgetting x + (what the trees add); products fade by its square, which

@@ -202,6 +202,26 @@ def _add_to_parent(node, values, index):
   return values.at[index[node]].add(values[node], mode='drop')
 
 
+def sum_to_end_of_run(values: chex.Array, mask: chex.Array) -> types.Array:
+  """Returns the sum from every entry to the end of its run along the last axis.
+
+  Args:
+    values: [..., T] float32.
+    mask: [..., T] bool; a run is a maximal row of True.
+
+  Returns:
+    [..., T] float32; 0 off the runs. Sums begin at the end of the run.
+  """
+  def visit(after, column):
+    value, inside = column
+    total = masked.fill(after + value, inside)
+    return total, total
+  columns = (jnp.moveaxis(x, -1, 0) for x in (values, mask))
+  _, sums = jax.lax.scan(
+      visit, jnp.zeros(values.shape[:-1]), tuple(columns), reverse=True)
+  return jnp.moveaxis(sums, 0, -1)
+
+
 def nearest_above(mask: chex.Array, parents: chex.Array) -> types.Array:
   """Returns the nearest marked node on the way up, the node itself included.
 

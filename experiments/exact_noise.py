@@ -55,13 +55,13 @@ def _score_norms(task, paths, mask):
 
 def _mean_scores(task, paths, weights, mask, group):
   """Returns E[weight x score of the masked steps; group], [groups, S, A]."""
-  result = np.zeros((task.num_states, task.num_states, task.num_actions))
+  shape = (task.num_states, task.num_states, task.num_actions)
   path, step = np.nonzero(mask)
-  where = group[path], paths.before[path, step]
-  weights = (paths.chance * weights)[path]
-  np.add.at(result, (*where, paths.actions[path, step]), weights)
-  np.add.at(result, where, -weights[:, None] * task.policy[where[1]])
-  return result
+  where = group[path], paths.before[path, step], paths.actions[path, step]
+  taken = np.bincount(
+      np.ravel_multi_index(where, shape), (paths.chance * weights)[path],
+      int(np.prod(shape))).reshape(shape)
+  return taken - taken.sum(-1, keepdims=True) * task.policy
 
 
 def branching_noise(task: enumerable.Task, num_backbones: int, step: int = 0,

@@ -9,11 +9,15 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
+import numpy as np
+
 from bpo_jax import algorithms
 from bpo_jax import branching
 from bpo_jax import checks
 from bpo_jax import learner
 from bpo_jax import options
+from bpo_jax import tree as tree_lib
 from bpo_jax import types
 from experiments import config_fields
 
@@ -26,7 +30,9 @@ CONTEXT = ('threshold', 'key', 'values', 'remaining_costs',
 # terse wording is about 7 tokens, of which 3 are the action.
 _TERSE = {'min_spacing': 8, 'boundary_interval': 6, 'entropy_window': 6}
 # Policies whose M branch points are shared out over the first trajectories.
-_SHARED_OUT = (branching.causal_threshold, branching.adaptive)
+_SHARED_OUT = (branching.causal_threshold,)
+# Policies that know from the tree itself what the stages before have done.
+_FIND_THEIR_PLACE = (branching.spo_cutpoints, branching.branpo_tail)
 _SELECTIONS = {'top_m': 'top_entropy', 'causal': 'causal_threshold'}
 
 
@@ -58,9 +64,16 @@ def option_fields() -> list[tuple[str, Any, Any]]:
   """Returns a config field for every option, for `dataclasses`."""
   return [
       (name, option.annotation | None, config_fields.field(
-          None, _help(name, option.help, holders)))
+          None, _help(name, option.help, holders), **_bounds(option)))
       for name, (option, holders) in sorted(table_options().items())
   ]
+
+
+def _bounds(option: options.Option) -> dict[str, Any]:
+  """Returns the range of an option that counts; kernels check the others."""
+  is_count = int in (option.annotation, config_fields.optional_of(
+      option.annotation))
+  return {'min': 0, 'max': 2**31 - 1} if is_count else {}
 
 
 def _help(name: str, text: str, holders: list[str]) -> str:
@@ -149,6 +162,8 @@ def _filled(function, given: Mapping[str, Any]):
 
 def _policy(algorithm, config, num_backbones, given, vocab_size):
   """Returns the branch policy with its options, None without one."""
+  if config.branch_policy and config.selection:
+    raise ValueError('--selection is short for a --branch_policy; give one')
   name = config.branch_policy or _SELECTIONS.get(config.selection)
   policy = POLICIES[name] if name else algorithm.branch_policy
   sizes = _given_sizes(algorithm, policy, config)
@@ -197,6 +212,8 @@ def _staged(policy, num_stages):
   """Returns the policy as it is called once a stage."""
   if policy is None or num_stages == 1:
     return policy
+  if options.unwrap(policy) in _FIND_THEIR_PLACE:
+    return policy
   return branching.recursive(policy, num_stages)
 
 
@@ -237,3 +254,30 @@ def _loss(algorithm, config) -> learner.LossConfig:
     # Tokens of the longest path: a constant, so that length is no discount.
     values['sequence_norm'] = float(config.turn_limit * config.action_length)
   return learner.LossConfig(**values)
+
+
+def check(method: Method) -> None:
+  """Refuses option values that a part of the method cannot take.
+
+  What a function checks of its scalars it checks when it is traced; so it is
+  traced here, on the shape of a tree, before anything costs time.
+
+  Raises:
+    ValueError: by the part that takes the option.
+  """
+  tree = tree_lib.empty((2, 4, 4))
+  token, node = np.zeros((2, 4, 4), np.float32), np.zeros((2, 4), np.float32)
+  arrays = {'value head': {'values': token},
+            'implicit reward': {'implicit_rewards': token},
+            'golden trajectory': {'golden': node.astype(bool)},
+            'selection slope': {'a2': np.float32(0)}}
+  given = {name: array for need in method.needs
+           for name, array in arrays.get(need, {}).items()}
+  jax.eval_shape(method.credit, tree, **given)
+  jax.eval_shape(method.objective, token, token, token, mask=token > 0)
+  if method.plan is not None:
+    context = {'threshold': np.float32(0), 'key': jax.random.key(0),
+               'values': node, 'remaining_costs': node,
+               'current_log_probs': token}
+    jax.eval_shape(
+        method.plan, tree, **{name: context[name] for name in method.wants})

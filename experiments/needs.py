@@ -14,6 +14,7 @@ import numpy as np
 
 from bpo_jax import advantages
 from bpo_jax import algorithms
+from bpo_jax import branching
 from bpo_jax import golden
 from bpo_jax import learner
 from bpo_jax import masked
@@ -29,6 +30,7 @@ from experiments import methods
 from experiments import warm_start
 
 _GOLDEN = 2**32 - 2  # Its draws; apart from those of the warm start.
+_DOUBT = 0.02  # About what is predicted to be certain.
 _FIRST_RHO = 0.5  # Trust in siblings before anything is learnt,
 _PRIOR = 1.0  # held with this weight, in squared reward units.
 _FORGETTING = 0.95  # Per update, of what rho is learnt from.
@@ -103,11 +105,20 @@ class Needs:
     makers = {
         'threshold': lambda: threshold,
         'key': lambda: key,
-        'values': lambda: predictors.predict(statistics, tree),
+        'values': lambda: self._predicted(statistics, tree),
         'current_log_probs': lambda: current_log_probs,
         'remaining_costs': lambda: predictors.remaining_steps(statistics, tree),
     }
     return self._method.plan(tree, **{n: makers[n]() for n in wants})
+
+  def _predicted(self, statistics, tree):
+    """Returns the success that earlier updates predict, [B, N]."""
+    values = predictors.predict(statistics, tree)
+    if options.unwrap(self._method.plan) is branching.trace_budget:
+      # What never succeeded so far is unlikely, not impossible: at 0 TRACE
+      # would see no mixed outcome anywhere and leave all of its budget.
+      return jnp.clip(values, _DOUBT, 1 - _DOUBT)
+    return values
 
   def give(self, state: learner.TrainState, tree: trees.Tree,
            tasks: Sequence[Any]) -> Given:
@@ -176,9 +187,12 @@ class Needs:
     beta = config.preference_beta
     credit = preferences.trajectory_dpo(tree, ratios, beta=beta)
     # Divided by the rows as well; a step of Adam does not see the scale.
-    batches = learner.make_batches(tree, credit, size)
-    second, _ = self._preference_step(second, batches, config.learning_rate)
-    ratios = self._outputs(second.params, tree, size).log_probs - old
+    if np.any(credit.advantages):  # Else no two returns differ.
+      batches = learner.make_batches(tree, credit, size)
+      second, _ = self._preference_step(second, batches, config.learning_rate)
+      ratios = self._outputs(second.params, tree, size).log_probs - old
+    # Untrained it differs by rounding, which a z-score would blow up.
+    ratios = ratios * (int(second.update) > 0)
     state = given.state._replace(auxiliary={
         **given.state.auxiliary, 'implicit_reward': second})
     return given._replace(

@@ -20,7 +20,10 @@ from bpo_jax import advantages
 from bpo_jax import algorithms
 from bpo_jax import branching
 from bpo_jax import checks
+from bpo_jax import designs
 from bpo_jax import types
+from bpo_jax import variance
+from bpo_jax.branching import depths
 from experiments import enumerable
 
 # Trees are padded to a multiple of nodes, to compile for few shapes: what is to
@@ -34,18 +37,29 @@ _SMALLER = {'spo_tree': dict(num_branch_points=9, num_forks=2)}
 _SMALLER_BACKBONES = {'spo_tree': 3}
 
 
-# Compiled once for all methods that share an estimator or a branch policy, and
-# in haste: every kernel runs a few times only.
-_jit = functools.partial(
-    jax.jit, compiler_options={'xla_backend_optimization_level': 0})
-_compiled = functools.cache(_jit)
+@functools.cache
+def _in_haste():
+  """Returns XLA's options to compile fast: a kernel runs a few times only."""
+  slow_code = {'xla_backend_optimization_level': 0}
+  old_code = slow_code | {'xla_cpu_use_fusion_emitters': False}
+  try:
+    jax.jit(lambda: 0, compiler_options=old_code)()
+  except jax.errors.JaxRuntimeError:  # Options of XLA come and go.
+    return slow_code
+  return old_code
+
+
+# Compiled once for all methods that share an estimator or a branch policy.
+@functools.cache
+def _compiled(function):
+  return jax.jit(function, compiler_options=_in_haste())
 
 
 @functools.cache
 def _compiled_policy(policy):
   known = inspect.signature(policy).parameters
   options = {k: v for k, v in _ONE_TOKEN.items() if k in known}
-  return _jit(functools.partial(policy, **options))
+  return _compiled(functools.partial(policy, **options))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,12 +155,43 @@ def _golden(forest):
 def _slope_of(task):
   """Returns SIPO's a2, of trees that no estimate is made from."""
   sample = enumerable.backbones(task, np.random.default_rng(0), 256, 4)
-  covariance, variance = _jit(advantages.selection_slope)(sample.tree)
+  covariance, variance = _compiled(advantages.selection_slope)(sample.tree)
   return np.float32(covariance / max(variance, 1e-12))
+
+
+@functools.cache
+def design_of(task: enumerable.Task, num_updates: int = 8, num_trees: int = 128
+              ) -> depths.Design:
+  """Returns what `adaptive` is recommended after some updates of a run.
+
+  A run that starts with nothing: every update grows trees by the design of the
+  trees before, and adds what they say to the sums that make the next one.
+
+  Args:
+    task: what the trees are of; of one policy, as if nothing were learnt.
+    num_updates: of the run.
+    num_trees: of each update.
+  """
+  rng, key = np.random.default_rng(0), jax.random.key(0)
+  policy = _compiled_policy(branching.adaptive)
+  sums = variance.init(num_depths=task.horizon, depth_width=1)
+  design = depths.unknown(task.horizon, depth_width=1)
+  for update in range(num_updates):
+    forest = enumerable.backbones(task, rng, num_trees, 4)
+    for stage in range(2):
+      forest = enumerable.pad(forest, 2 * _BUCKET)
+      stage_key = jax.random.fold_in(key, 2 * update + stage)
+      plan = policy(forest.tree, design=design, key=stage_key)
+      forest = enumerable.fork(forest, jax.device_get(plan), rng)
+    forest = enumerable.pad(forest, 2 * _BUCKET)
+    sums = _compiled(variance.update)(sums, forest.tree)
+    design = designs.next_design(sums)
+  return jax.device_get(design)
 
 
 # What branch policies and estimators may ask for, by argument name.
 _FOR_POLICIES = dict(
+    design=lambda forest: design_of(forest.task),
     values=lambda forest: forest.at_end(forest.task.values),
     remaining_costs=lambda forest: forest.at_end(forest.task.remaining))
 _FOR_ESTIMATORS = dict(
@@ -346,7 +391,7 @@ SCHEDULES = {
 _POLICIES = {'top_m': _TOP_M} | {
     name: functools.partial(getattr(branching, name), **_POINTS)
     for name in SCHEDULES if name != 'top_m'}
-# With episodes of one length these look at nothing that was drawn.
+# Where episodes are equally long these look at nothing that was drawn.
 _BLIND = ('random', 'equally_spaced')
 
 

@@ -89,6 +89,8 @@ def set_up(config: configs.TrainConfig) -> Run:
     OSError: if the workdir cannot be written to.
   """
   agent = assembly.make_agent(config)
+  method = methods.make(config, agent.tokenizer.vocab_size)
+  methods.check(method)
   agent.grower.debug = config.debug
   train_tasks = agent.environment.tasks(config.train_split)
   eval_tasks = scoring.spread(
@@ -96,7 +98,6 @@ def set_up(config: configs.TrainConfig) -> Run:
   )
   eval_types = scoring.task_types(agent.environment, eval_tasks)
   workdir = make_workdir(config)
-  method = methods.make(config, agent.tokenizer.vocab_size)
   reference = warm_start.load(config, agent, workdir)
   state = assembly.init_state(config, agent, reference)
   if checkpoint.latest_step(workdir / 'checkpoints') is not None:

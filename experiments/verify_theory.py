@@ -6,11 +6,12 @@
 Three parts. Theorems: equalities of variances, both sides exact. Enumerated:
 on a small task every tree that a method can grow is listed with its chance, so
 that biases are exact to float32. Sampled: every row of the table of algorithms
-and the variants of `bpo` and `bpo_rb` on tasks of twelve steps, bias with its
+and the variants of `bpo` and `bpo_rb`, among them BPO's schedules, on tasks of
+twelve steps, bias with its
 95% interval, variance and cost in steps. Ends with a line for every claim of
 docs/theory.md, and exits 1 when one of them fails. With --out it leaves
-measurements.csv, claims.csv and, where matplotlib is installed (extra `plot`),
-theory.png.
+measurements.csv, schedules.csv, claims.csv and, where matplotlib is installed
+(extra `plot`), theory.png.
 """
 
 import collections
@@ -50,14 +51,15 @@ class TheoryConfig:
   """What to measure."""
 
   seeds: int = field(4, 'Independent samples of trees.', min=1)
-  trees: int = field(1024, 'Trees of a sample.', min=2)
+  trees: int = field(512, 'Trees of a sample.', min=2)
   tasks: tuple[str, ...] = field(
       ('late', 'early'), 'Tasks to sample trees of.',
       choices=tuple(enumerable.TASKS))
   methods: tuple[str, ...] = field(
       (), 'Names of the methods to sample; all of them when empty.')
   out: str | None = field(
-      None, 'Folder for measurements.csv, claims.csv and theory.png.')
+      None, 'Folder for measurements.csv, schedules.csv, claims.csv and '
+      'theory.png.')
   __post_init__ = check
 
 
@@ -200,10 +202,12 @@ def bias_claims(rows: Sequence[theory_methods.Measurement]) -> Iterator[Claim]:
   if free:
     worst = max(free, key=lambda row: row.bias)
     yield Claim(worst.bias < _FLOAT32, 'causal selection and split weights are '
-                'unbiased, with rho at 0, 0.4, 0.5, 1',
+                'unbiased, with rho at 0, 0.4, 0.5, 1, and at equal distances',
                 f'largest exact bias {worst.bias:.1e} ({worst.method})')
   for name, why, least in (
       ('bpo top_m split', 'selecting after the fact is biased', 0.01),
+      ('bpo lowest_entropy split', 'at the lowest entropy as well', 0.01),
+      ('bpo oracle_value_gap split', 'and by the true value gap', 0.01),
       ('bpo_rb top_m', 'so it is with bpo_rb', 0.01),
       ('bpo causal uniform', 'uniform weights are biased', 0.1)):
     if name in exact:
@@ -221,6 +225,22 @@ def bias_claims(rows: Sequence[theory_methods.Measurement]) -> Iterator[Claim]:
       most = max((r.bias_high for r in free), default=0.0)
       yield Claim(row.bias_low > most, f'uniform weights are biased on {task}',
                   f'bias {_interval(row)}; of the unbiased at most {most:.3f}')
+
+
+def adaptive_claims(rows: Sequence[theory_methods.Measurement]
+                    ) -> Iterator[Claim]:
+  """Yields whether `adaptive` makes the right call, by the same budget."""
+  for row in rows:
+    most = {'late': 0.9, 'early': 1.05}.get(row.task)
+    if row.method == 'bpo_adaptive' and most is not None:
+      task = enumerable.make(row.task)
+      noise, steps = exact_noise.branching_noise(task, 16)
+      root = noise * steps / np.sum(task.gradient ** 2)
+      call = 'gains' if most < 1 else 'loses little'
+      yield Claim(bool(row.cost - row.cost_error < most * root),
+                  f'bpo_adaptive {call} on {row.task}',
+                  f'measured {row.cost:.1f}, root leave-one-out 16 exactly '
+                  f'{root:.1f}, at most {most} of that')
 
 
 def cost_claims(rows: Sequence[theory_methods.Measurement]) -> Iterator[Claim]:
@@ -256,6 +276,38 @@ def cost_claims(rows: Sequence[theory_methods.Measurement]) -> Iterator[Claim]:
                   f'measured {row.cost:.1f}, exact {exact:.1f}')
 
 
+def schedule_claims(rows: Sequence[theory_methods.Measurement]
+                    ) -> Iterator[Claim]:
+  """Yields what knowing the true value gaps is worth to a schedule."""
+  for task in dict.fromkeys(row.task for row in rows):
+    split = {schedule: row for schedule, weights, row in schedule_rows(rows)
+             if (row.task, weights) == (task, 'split')}
+    oracle = split.pop('oracle_value_gap', None)
+    if oracle and split:
+      widest = max(split, key=lambda name: split[name].gap)
+      yield Claim(oracle.gap > split[widest].gap,
+                  f'the oracle forks at the widest value gaps on {task}',
+                  f'{oracle.gap:.3f}, next {split[widest].gap:.3f} ({widest})')
+
+
+def shrinkage_claims(rows: Sequence[theory_methods.Measurement]
+                     ) -> Iterator[Claim]:
+  """Yields whether a shrunk baseline is cheaper than the siblings alone."""
+  found = {(row.task, row.method): row for row in rows}
+  for task in dict.fromkeys(row.task for row in rows):
+    shrunk, alone = (
+        found.get((task, f'bpo_rb rho={rho}')) for rho in ('0.4', '1.0'))
+    if shrunk and alone:
+      yield Claim(shrunk.cost < alone.cost,
+                  f'at K = 2 rho = 0.4 is cheaper than rho = 1 on {task}',
+                  f'variance x steps {_cost(shrunk)}, {_cost(alone)}')
+
+
+def _cost(row):
+  return f'{row.cost:.1f}' + (
+      f' +- {row.cost_error:.1f}' if row.cost_error else '')
+
+
 class Design(NamedTuple):
   """A way to branch at a fixed step, and its exact variance x steps."""
 
@@ -286,6 +338,8 @@ def best_designs(task: enumerable.Task) -> tuple[Design, Design]:
 
 
 def _interval(row):
+  if row.task == _EXACT:
+    return f'{row.bias:.1e}'
   return f'{row.bias:.3f} [{row.bias_low:.3f}, {row.bias_high:.3f}]'
 
 
@@ -294,12 +348,36 @@ def markdown(rows: Sequence[theory_methods.Measurement]) -> str:
   lines = ['| task | method | bias [95%] | cosine | signal | variance | steps '
            '| variance x steps |', '|---|---|---|---|---|---|---|---|']
   for row in rows:
-    error = f' +- {row.cost_error:.1f}' if row.cost_error else ''
-    bias = f'{row.bias:.1e}' if row.task == _EXACT else _interval(row)
     lines.append(
-        f'| {row.task} | {row.method} | {bias} | {row.cosine:.3f} '
+        f'| {row.task} | {row.method} | {_interval(row)} | {row.cosine:.3f} '
         f'| {row.signal:.2f} | {row.noise:.2f} | {row.steps:.1f} '
-        f'| {row.cost:.1f}{error} |')
+        f'| {_cost(row)} |')
+  return '\n'.join(lines)
+
+
+def schedule_rows(rows: Sequence[theory_methods.Measurement]
+                  ) -> list[tuple[str, str, theory_methods.Measurement]]:
+  """Returns (schedule, weights, measurement) of the schedules measured."""
+  found = []
+  for row in rows:
+    schedule = theory_methods.schedule_of(row.method)
+    found += [(*schedule, row)] if schedule else []
+  order = list(theory_methods.SCHEDULES)
+  tasks = list(dict.fromkeys(row.task for row in rows))
+  return sorted(found, key=lambda entry: (
+      tasks.index(entry[2].task), entry[1], order.index(entry[0])))
+
+
+def schedule_markdown(rows: Sequence[theory_methods.Measurement]) -> str:
+  """Returns BPO's table of schedules, as measured here."""
+  lines = ['| task | weights | schedule | value gap | bias [95%] | cosine '
+           '| steps | variance x steps | WebShop, published |',
+           '|---|---|---|---|---|---|---|---|---|']
+  for schedule, weights, row in schedule_rows(rows):
+    lines.append(
+        f'| {row.task} | {weights} | {schedule} | {row.gap:.3f} '
+        f'| {_interval(row)} | {row.cosine:.3f} | {row.steps:.1f} '
+        f'| {_cost(row)} | {theory_methods.SCHEDULES[schedule]} |')
   return '\n'.join(lines)
 
 
@@ -365,6 +443,11 @@ def write(out: str | pathlib.Path,
   names = [f.name for f in dataclasses.fields(theory_methods.Measurement)]
   write_csv(folder / 'measurements.csv', names,
             [dataclasses.astuple(row) for row in rows])
+  write_csv(folder / 'schedules.csv',
+            ['schedule', 'weights', 'published', *names],
+            [[schedule, weights, theory_methods.SCHEDULES[schedule],
+              *dataclasses.astuple(row)]
+             for schedule, weights, row in schedule_rows(rows)])
   write_csv(folder / 'claims.csv', Claim._fields, claims)
   sampled = [row for row in rows if row.task != _EXACT]
   try:
@@ -384,8 +467,10 @@ def run(config: TheoryConfig) -> int:
   claims = list(theorem_claims())
   progress('theorems')
   rows = [*enumerate_methods(progress), *sample_methods(config, progress)]
-  claims += [*bias_claims(rows), *cost_claims(rows)]
+  for part in (bias_claims, schedule_claims, shrinkage_claims, cost_claims):
+    claims += part(rows)
   print(markdown(rows))
+  print(f'\nSchedules:\n{schedule_markdown(rows)}\n')
   for holds, claim, evidence in claims:
     print(f'{"ok  " if holds else "FAIL"} {claim}: {evidence}')
   if config.out is not None:

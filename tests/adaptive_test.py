@@ -1,5 +1,6 @@
 """adaptive: the right call on known tasks, a kept budget, and no bias."""
 
+import dataclasses
 import functools
 
 import builders
@@ -11,199 +12,211 @@ import pytest
 from bpo_jax import advantages
 from bpo_jax import branching
 from bpo_jax import tree as tree_lib
-# The package's name for the policy hides the module's.
-from bpo_jax.branching.adaptive import predicted_gain
+from bpo_jax import types
+from bpo_jax.branching import depths
 from experiments import enumerable
+from experiments import exact_noise
+from experiments import theory_methods
+from experiments import verify_theory
 
-_SCALARS = ('num_rollouts', 'num_branch_points', 'num_forks', 'min_gain',
-            'min_spacing', 'max_per_path')
-_jitted = jax.jit(branching.adaptive, static_argnames=_SCALARS)
+_jitted = jax.jit(branching.adaptive, static_argnames=(
+    'num_rollouts', 'num_branch_points', 'explore'))
 _bpo_rb = jax.jit(advantages.bpo_rb)
 
 
-def _adaptive(tree, **kwargs):
-  return jax.device_get(_jitted(tree, **kwargs))
+def _adaptive(tree, seed=0, **kwargs):
+  return jax.device_get(_jitted(tree, key=jax.random.key(seed), **kwargs))
 
 
-def _plan(forest, **kwargs):
-  """Returns the plan that goes by the true values and costs."""
-  task = forest.task
-  return _adaptive(
-      forest.tree, values=forest.at_end(task.values),
-      remaining_costs=forest.at_end(task.remaining), **kwargs)
+def _design(num_siblings, bins, costs, depth_width=1):
+  """Returns the design of recommended bins, by their indices."""
+  mask = np.isin(np.arange(len(costs)), bins)
+  return depths.Design(
+      num_siblings=np.int32(num_siblings), bins=mask,
+      costs=np.array(costs, np.float32), depth_width=np.int32(depth_width))
 
 
-def _random(seed, num_trees=3):
-  """Returns random trees with predictions for them."""
-  tree = builders.random_trees(seed, num_trees)
+def _ragged(seed, num_trees=3):
+  """Returns first trajectories of several lengths, some actions in one node."""
   rng = np.random.default_rng(seed)
-  arrays = dict(
-      values=rng.random(tree.parents.shape).astype(np.float32),
-      remaining_costs=10 * rng.random(tree.parents.shape).astype(np.float32))
-  arrays['remaining_costs'][:, 0] = 10
-  return tree, arrays
+  made = []
+  for _ in range(num_trees):
+    builder = tree_lib.TreeBuilder()
+    root = builder.add(types.NO_PARENT, [1, 2])
+    for _ in range(rng.integers(1, 6)):
+      node = root
+      for _ in range(rng.integers(1, 6)):
+        mask = rng.random(4) < 0.6
+        mask[rng.integers(4)] = True
+        size = np.where(mask, -1.0, 0.0)
+        node = builder.add(
+            node, range(4), action_mask=mask, behaviour_log_probs=size,
+            entropies=-size)
+    made.append(builder)
+  return tree_lib.stack(made, num_nodes=28, num_tokens=5)
 
 
-@pytest.fixture(scope='module')
-def forests():
-  rng = np.random.default_rng(0)
-  return {name: enumerable.backbones(enumerable.make(name), rng, 2048, 4)
-          for name in ('late', 'early')}
+def _trajectories(root):
+  """Returns the decisions of each first trajectory: (node, offset, depth)."""
+  found = []
+  for head in sorted(root.children, key=lambda child: child.index):
+    chain, count = [], 0
+    for node in sorted(oracles.walk(head), key=lambda node: node.index):
+      for t, inside in enumerate(node.mask):
+        if inside and (t == 0 or not node.mask[t - 1]):
+          is_shared = node is head and t == 0 and root.heir is not head
+          chain += [] if is_shared else [(node.index, t, count)]
+          count += 1
+    found.append(chain)
+  return found
 
 
-def _noise(forest):
-  """Returns variance, steps and squared bias over noise of bpo_rb."""
-  credit = jax.device_get(_bpo_rb(forest.tree))
-  estimates = enumerable.gradient(forest, credit)
-  noise = estimates.var(0, ddof=1).sum()
-  error = estimates.mean(0) - forest.task.gradient.ravel()
-  bias = (error @ error) * len(estimates) / noise
-  return noise, forest.num_steps.mean(), bias
+def _oracle(root, design, num_rollouts, num_branch_points=32):
+  """Returns fresh rollouts, [(node, offset, forks)], unspent; no explorers."""
+  forks, costs = int(design.num_siblings) - 1, design.costs.astype(float)
+  each = 1 + forks * costs[design.bins].sum()
+  wanted = int(num_rollouts / each + 1e-4)
+  wanted += int(num_rollouts - wanted * each + 1e-4)
+  chains = _trajectories(root)
+  if len(chains) < wanted:
+    return wanted - len(chains), [], 0
+  left, taken = max(num_rollouts - len(chains), 0), []
+  for node, offset, depth in sorted(sum(chains, [])):
+    if depth >= 1 and depth < len(costs) and design.bins[depth] and forks:
+      left -= forks * costs[depth]
+      if left < -1e-4 or len(taken) == num_branch_points:
+        left += forks * costs[depth]
+        break
+      taken.append((node, offset, forks))
+  return 0, taken, int(left + 1e-4)
 
 
-def test_where_branching_pays_it_forks_late_and_open_prefixes(forests):
-  forest, task = forests['late'], forests['late'].task
-  plan = _plan(forest, num_rollouts=8, max_per_path=1, num_forks=2)
-  points, used = plan.node[:, :-1], plan.node[:, :-1] >= 0
-  at = np.take_along_axis(forest.states_before, np.maximum(points, 0), 1)[used]
-  assert used.sum() > len(used)
-  assert (task.depth[at] >= 6).all()
-  assert (task.variances[at] > 0.2).all()  # None from a dead prefix.
-  rng = np.random.default_rng(1)
-  noise, steps, bias = _noise(enumerable.fork(forest, plan, rng))
-  fresh, fresh_steps, _ = _noise(enumerable.backbones(task, rng, 2048, 8))
-  print('late', noise * steps, fresh * fresh_steps, steps, bias)
-  assert noise * steps < 0.95 * fresh * fresh_steps
-  assert steps <= 8 * task.remaining[0]
-  assert bias < 3  # About 1 without any.
-
-
-def test_where_it_does_not_pay_everything_is_fresh(forests):
-  forest = forests['early']
-  plan = _plan(forest, num_rollouts=10)
-  assert (plan.count[:, :-1] == 0).all()
-  assert (plan.count[:, -1] == 6).all() and (plan.unspent == 0).all()
-  grown = enumerable.fork(forest, plan, np.random.default_rng(0))
-  roots = (grown.tree.parents == 0).sum(1)
-  assert (roots == 10).all()
-
-
-def _greedy_oracle(tree, b, gains, parts, price, options, budget):
-  """Returns [(node, offset)] of one tree, and what they cost."""
-  root = oracles.roots(tree)[b]
-  able = [d for d in oracles.decisions(root)
-          if d[0].parent is not None and gains[b, d[0].parent.index] > price]
-  taken = oracles.greedy(able, options['num_branch_points'],
-                         options['min_spacing'], options.get('max_per_path'))
-  cost, paid = 0.0, []
-  for node, offset in taken:
-    cost += options['num_forks'] * parts[b, tree.parents[b, node]]
-    if cost > budget:
-      break
-    paid.append((node, offset))
-  return paid
+def _slots(plan, b):
+  columns = (plan.node[b, :-1], plan.offset[b, :-1], plan.count[b, :-1])
+  return [tuple(map(int, slot)) for slot in zip(*columns) if slot[2]]
 
 
 @pytest.mark.parametrize('seed', range(10))
-@pytest.mark.parametrize('max_per_path', [None, 1])
-def test_takes_what_a_greedy_oracle_takes(seed, max_per_path):
-  tree, arrays = _random(seed)
-  options = dict(num_branch_points=4, num_forks=2, min_spacing=2)
-  if max_per_path:
-    options['max_per_path'] = max_per_path
-  price, budget = 0.4, 7
-  leaves = np.asarray(tree_lib.num_leaves(tree))[:, 0]
-  plan = _adaptive(tree, **arrays, **options, num_rollouts=20,
-                   prices=np.float32(price), num_fresh=np.int32(2))
-  v, parts = arrays['values'].astype(float), arrays['remaining_costs'] / 10.0
-  m = options['num_forks']
-  saved = v * (1 - v) * (parts * (1 - 1 / m) + (1 - parts) * m / (m + 1))
-  v0 = v[:, :1]
-  gains = saved / (m * parts * v0 * (1 - v0))
-  for b in range(3):
-    budget = max(20 - leaves[b], 0)
-    expected = _greedy_oracle(
-        tree, b, gains, parts, price, options, budget - min(2, budget))
-    got = [(int(n), int(o)) for n, o, c in zip(
-        plan.node[b, :-1], plan.offset[b, :-1], plan.count[b, :-1]) if c]
-    assert got == expected
-    cost = sum(m * parts[b, tree.parents[b, n]] for n, _ in expected)
-    assert plan.unspent[b] == int(budget - plan.count[b, -1] - cost + 1e-4)
+@pytest.mark.parametrize('num_rollouts, num_branch_points', [
+    (7, 32), (16, 32), (7, 2)])
+def test_takes_what_a_slow_oracle_takes(seed, num_rollouts, num_branch_points):
+  tree = _ragged(seed)
+  rng = np.random.default_rng(seed)
+  bins = rng.choice(np.arange(1, 12), 2, replace=False)
+  design = _design(
+      rng.integers(2, 4), bins, np.sort(rng.random(12))[::-1].round(3))
+  plan = _adaptive(tree, design=design, num_rollouts=num_rollouts, explore=0.0,
+                   num_branch_points=num_branch_points)
+  for b, root in enumerate(oracles.roots(tree)):
+    fresh, slots, unspent = _oracle(
+        root, design, num_rollouts, num_branch_points)
+    assert plan.count[b, -1] == fresh
+    assert _slots(plan, b) == slots
+    assert plan.unspent[b] == unspent
 
 
-@pytest.mark.parametrize('seed', range(5))
-@pytest.mark.parametrize('num_rollouts', [1, 6, 30])
-def test_the_budget_is_kept(seed, num_rollouts):
-  tree, arrays = _random(seed)
-  plan = _adaptive(tree, **arrays, num_rollouts=num_rollouts, min_gain=0.1,
-                   num_forks=2)
-  parts = arrays['remaining_costs'] / 10
-  leaves = np.asarray(tree_lib.num_leaves(tree))[:, 0]
-  budget = np.maximum(num_rollouts - leaves, 0)
-  above = np.take_along_axis(tree.parents, np.maximum(plan.node, 0), 1)
-  each = np.take_along_axis(parts, np.maximum(above, 0), 1)
-  each[:, -1] = 1.0
-  cost = (plan.count * each).sum(1)
-  assert (cost <= budget + 1e-4).all()
-  assert (plan.unspent >= 0).all()
-  assert (plan.unspent <= budget - cost + 1e-3).all()
-  assert (plan.count >= 0).all()
-  assert ((plan.node >= 0) == (plan.count > 0)).all()
+@pytest.mark.parametrize('seed', range(10))
+def test_the_budget_is_kept_at_every_stage(seed):
+  task = enumerable.random_task(0, horizon=6)
+  costs = 1 - np.arange(6) / 6
+  rng = np.random.default_rng(seed)
+  design = _design(rng.integers(1, 5), rng.choice([1, 2, 3, 4, 5], 2), costs)
+  budget = (7, 20)[seed % 2]  # Each is compiled anew.
+  forest = enumerable.backbones(task, rng, 8, 4)
+  for stage in range(3):
+    plan = _adaptive(forest.tree, 3 * seed + stage, design=design, explore=0.2,
+                     num_rollouts=budget)
+    assert (plan.unspent >= 0).all()
+    assert ((plan.node >= 0) == (plan.count > 0)).all()
+    if (plan.count > 0).any():
+      forest = enumerable.pad(enumerable.fork(forest, plan, rng), 128)
+  assert (forest.num_steps <= 6 * budget + 1e-3).all()
+  # What is left would not pay for the dearest fork and a rollout more.
+  slack = 6 * budget - forest.num_steps
+  assert (slack <= 6 * (2 + 0.2 * budget + 4)).all()
+  assert not plan.count.any()  # Nothing is left to do.
 
 
-def test_without_costs_a_fork_counts_as_a_rollout():
-  tree, arrays = _random(3)
-  plan = _adaptive(tree, values=arrays['values'], num_rollouts=20, num_forks=2,
-                   min_gain=0.1)
-  leaves = np.asarray(tree_lib.num_leaves(tree))[:, 0]
-  np.testing.assert_array_equal(
-      plan.count.sum(1) + plan.unspent, np.maximum(20 - leaves, 0))
+def test_it_first_lays_trajectories_and_then_forks_all_of_them():
+  task, rng = enumerable.make('late'), np.random.default_rng(0)
+  design = _design(4, [9], 1 - np.arange(12) / 12)
+  forest = enumerable.backbones(task, rng, 4, 4)
+  plan = _adaptive(forest.tree, design=design, explore=0.0)
+  assert (plan.count[:, -1] == 5).all() and not plan.count[:, :-1].any()
+  forest = enumerable.fork(forest, plan, rng)
+  plan = _adaptive(forest.tree, 1, design=design, explore=0.0)
+  assert ((plan.count > 0).sum(1) == 9).all() and (plan.count <= 3).all()
+  forest = enumerable.fork(forest, plan, rng)
+  assert ((forest.tree.parents == 0).sum(1) == 9).all()
+  assert (forest.num_steps == 9 * 12 + 27 * 3).all()
+  plan = _adaptive(enumerable.pad(forest, 64).tree, 2, design=design)
+  assert not plan.count.any() and not plan.unspent.any()
 
 
-def test_nothing_known_is_nothing_open():
-  tree = builders.random_trees(0)
-  zeros = np.zeros(tree.parents.shape, np.float32)
-  plan = _adaptive(tree, values=zeros, remaining_costs=zeros, num_rollouts=40)
-  leaves = np.asarray(tree_lib.num_leaves(tree))[:, 0]
-  assert (plan.count[:, :-1] == 0).all()
-  acts = np.asarray(tree.action_mask).any((1, 2))
-  fresh = plan.count[:, -1] + plan.unspent
-  np.testing.assert_array_equal(fresh[acts], (40 - leaves)[acts])
+@pytest.mark.parametrize('design', [
+    None, depths.unknown(), _design(1, [], np.ones(8)),
+    _design(4, [], np.ones(8))])
+def test_no_branch_point_recommended_is_all_fresh(design):
+  tree = _ragged(0)
+  plan = _adaptive(tree, design=design, explore=0.0, num_rollouts=10)
+  heads = (tree.parents == 0).sum(1)
+  np.testing.assert_array_equal(plan.count[:, -1], 10 - heads)
+  assert not plan.count[:, :-1].any()
 
 
+def test_depths_are_drawn_from_a_bin_and_explorers_from_all():
+  task, rng = enumerable.make('late'), np.random.default_rng(0)
+  forest = enumerable.backbones(task, rng, 256, 8)
+  depth = task.depth[forest.states_before]
+  at = lambda plan: [
+      sorted(depth[b, n] for n, _, _ in _slots(plan, b)) for b in range(256)]
+  design = _design(3, [1], np.ones(3), depth_width=4)
+  found = at(_adaptive(forest.tree, design=design, explore=0.0))
+  assert {len(row) for row in found} == {4}  # Of (16 - 8) / 2.
+  assert set(sum(found, [])) == {4, 5, 6, 7}
+  design = _design(1, [], np.full(3, 0.5), depth_width=4)
+  found = at(_adaptive(forest.tree, design=design, explore=0.5,
+                       num_rollouts=10))
+  assert set(sum(found, [])) == set(range(1, 12))
+
+
+def test_a_part_of_an_explorer_is_a_coin():
+  task, rng = enumerable.make('late'), np.random.default_rng(0)
+  forest = enumerable.backbones(task, rng, 512, 8)
+  plan = _adaptive(forest.tree, explore=0.1, num_rollouts=9,
+                   design=_design(1, [], np.full(12, 0.5)))
+  explorers = (plan.count > 0).sum(1)
+  assert set(explorers) == {1, 2} and abs(explorers.mean() - 1.8) < 0.1
+
+
+def test_states_that_are_not_open_are_not_forked():
+  task, rng = enumerable.make('late'), np.random.default_rng(0)
+  forest = enumerable.backbones(task, rng, 64, 8)
+  is_open = task.variances[forest.states_before] > 0.1
+  plan = _adaptive(forest.tree, explore=0.0, open_mask=is_open,
+                   design=_design(3, [9], 1 - np.arange(12) / 12))
+  nodes = [n for b in range(64) for n, _, _ in _slots(plan, b)]
+  assert nodes
+  for b in range(64):
+    assert all(is_open[b, n] for n, _, _ in _slots(plan, b))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('seed', range(3))
-def test_padding_and_unread_numbers_change_nothing(seed):
-  tree, arrays = _random(seed)
-  options = dict(num_rollouts=20, num_forks=2, min_gain=0.2)
-  expected = _adaptive(tree, **arrays, **options)
-  eager = branching.adaptive(tree, **arrays, **options)
-  nodes = [(0, 1), (0, 3)]
-  more = {k: np.pad(np.where(tree.node_mask, x, np.nan), nodes,
-                    constant_values=np.nan) for k, x in arrays.items()}
+@pytest.mark.parametrize('num_rollouts', [5, 20])
+def test_padding_and_unread_numbers_change_nothing(seed, num_rollouts):
+  tree = _ragged(seed)
+  options = dict(design=_design(3, [1, 3], np.linspace(1, 0.3, 8)),
+                 explore=0.2, num_rollouts=num_rollouts)
+  expected = _adaptive(tree, **options)
+  eager = branching.adaptive(tree, **options, key=jax.random.key(0))
   padded = _adaptive(
-      builders.poison(builders.pad(tree, 1, 3, 0)), **more, **options)
+      builders.poison(builders.pad(tree, 1, 3, 0)), **options)
   for name in ('node', 'offset', 'count', 'unspent'):
     one = getattr(expected, name)
     np.testing.assert_array_equal(one, getattr(eager, name))
     np.testing.assert_array_equal(one, getattr(padded, name)[:3])
   assert padded.unspent[3] == 0 and (padded.count[3] == 0).all()
-
-
-def test_a_tree_sets_neither_its_price_nor_its_fresh_rollouts():
-  tree, arrays = _random(1, num_trees=4)
-  options = dict(num_rollouts=30, num_forks=1, min_gain=0.2)
-  before = _adaptive(tree, **arrays, **options)
-  for b in range(4):
-    other = {k: x.copy() for k, x in arrays.items()}
-    other['values'][b, 1:] = 0.5
-    after = _adaptive(tree, **other, **options)
-    assert after.count[b, -1] == before.count[b, -1]
-  # The others do.
-  flat = {**arrays, 'values': np.zeros_like(arrays['values'])}
-  flat['values'][0] = arrays['values'][0]
-  alone = _adaptive(tree, **flat, **options)
-  leaves = np.asarray(tree_lib.num_leaves(tree))[0, 0]
-  assert alone.count[0, -1] == 30 - leaves
 
 
 def test_what_comes_after_a_decision_has_no_say():
@@ -213,125 +226,142 @@ def test_what_comes_after_a_decision_has_no_say():
     for _ in range(2):
       builder = tree_lib.TreeBuilder()
       node = builder.add(-1, [0])
-      for _ in range(8):
-        node = builders.add_action(builder, node, entropy=0.5)
+      for n in range(8 if len(plans) else cut):
+        past = n < cut
+        node = builders.add_action(
+            builder, node, entropy=0.5 if past else rng.random(),
+            reward=0.0 if past else rng.random())
       tree = tree_lib.stack([builder], num_nodes=9)
-      values = np.full((1, 9), 0.5, np.float32)
-      past = np.random.default_rng(cut).random(cut)
-      values[0, :cut], values[0, cut:] = past, rng.random(9 - cut)
-      costs = np.float32([[9 - n for n in range(9)]])
       plans.append(_adaptive(
-          tree, values=values, remaining_costs=costs, num_rollouts=3,
-          prices=np.float32(0.3), num_fresh=np.int32(0)))
-    before = [[int(n) for n in p.node[0, :-1] if 0 <= n <= cut] for p in plans]
+          tree, design=_design(2, [1, 3, 5, 6], np.full(8, 0.5)), explore=0.1,
+          num_rollouts=3))
+    before = [[slot for slot in _slots(plan, 0) if slot[0] <= cut]
+              for plan in plans]
     assert before[0] == before[1]
 
 
 # --------------------------------------------------- unbiased, to the last path
 
 
-def _task():
-  """Every action matters; predictions are of any kind, as they may be wrong."""
-  task = enumerable.random_task(2)
-  # Open are the state after action 1, and that after actions 0 and 1.
-  values = np.full(task.num_states, 0.02)
-  values[[0, 2, 4]] = 0.3, 0.5, 0.5
-  return task, values
+def _perilous():
+  """The first two steps may end the episode, with a return of their own."""
+  end = enumerable.NO_STATE
+  return enumerable.Task(
+      np.array([[1, 2], [end, end], [3, 4], [end, end], [5, 6], [end, end],
+                [end, end]]),
+      np.array([0.0, 0.4, 0.0, -0.3, 0.0, 1.0, -1.0]),
+      np.array([[0.3, 0.0], [0, 0], [0.0, 0.5], [0, 0], [0.2, 0.0], [0, 0],
+                [0, 0]]))
 
 
-def _bias(forest, plan):
-  """Returns the largest exact bias of bpo_rb over all outcomes."""
-  grown = enumerable.all_forks(forest, plan)
-  chance = grown.probabilities
-  assert np.isclose(chance.sum(), 1)
-  credit = jax.device_get(_bpo_rb(grown.tree))
-  mean = chance @ enumerable.gradient(grown, credit)
-  return np.abs(mean - grown.task.gradient.ravel()).max()
-
-
-def _arrays(forest, values):
-  return dict(values=forest.at_end(values),
-              remaining_costs=forest.at_end(forest.task.remaining))
-
-
-_OPTIONS = dict(num_rollouts=4, num_branch_points=2, num_forks=1, min_gain=0.25,
-                max_per_path=1)
-
-
-def test_it_is_unbiased_with_given_prices():
-  task, values = _task()
-  forest = enumerable.all_backbones(task, 2)
-  for num_fresh in (0, 1):
-    plan = _adaptive(
-        forest.tree, **_arrays(forest, values), **_OPTIONS,
-        prices=np.float32(0.25), num_fresh=np.int32(num_fresh))
-    spent = plan.count[:, :-1].sum(1)
-    assert len(np.unique(spent)) > 1
-    assert _bias(forest, plan) < 1e-6
-
-
-def test_it_is_unbiased_with_what_the_other_trees_say():
-  task, values = _task()
-  forest = enumerable.all_backbones(task, 2)
-  arrays = _arrays(forest, values)
-  select = lambda index: jax.tree.map(
-      lambda x: np.asarray(x)[index], (forest.tree, arrays))
-
+@functools.cache
+def _alone(num_rollouts, explore):
+  """Returns the policy of every tree of a batch as if it were alone."""
   @jax.jit
-  @functools.partial(jax.vmap, in_axes=(0, None))
-  def beside(own, other):
-    """Plans for a tree in a batch with another."""
-    tree, both = jax.tree.map(lambda *x: jax.numpy.stack(x), own, other)
-    plan = branching.adaptive(tree, **both, **_OPTIONS)
-    return jax.tree.map(lambda x: x[0], plan)
+  @functools.partial(jax.vmap, in_axes=(0, None, None))
+  def plan(tree, design, key):
+    tree = jax.tree.map(lambda x: x[None], tree)
+    found = branching.adaptive(
+        tree, design=design, key=key, num_rollouts=num_rollouts,
+        explore=explore)
+    return jax.tree.map(lambda x: x[0], found)
+  return plan
 
-  fresh = set()
-  for other in range(0, len(forest.tree.parents), 9):
-    plan = jax.device_get(beside(select(slice(None)), select(other)))
-    assert len(np.unique(plan.count[:, -1])) == 1
-    fresh.add(int(plan.count[0, -1]))
-    assert _bias(forest, plan) < 1e-6
-  assert len(fresh) > 1
+
+def _bias(forest):
+  """Returns the largest exact bias of bpo_rb over all outcomes."""
+  chance = forest.probabilities
+  assert np.isclose(chance.sum(), 1)
+  credit = jax.device_get(_bpo_rb(forest.tree))
+  mean = chance @ enumerable.gradient(forest, credit)
+  return np.abs(mean - forest.task.gradient.ravel()).max()
+
+
+@pytest.mark.parametrize('seed', range(3))
+@pytest.mark.parametrize('num_rollouts, explore', [(3, 0.0), (4, 0.2)])
+def test_it_is_unbiased_with_every_draw_of_its_coins(
+    seed, num_rollouts, explore):
+  forest = enumerable.all_backbones(_perilous(), 2)
+  design = _design(2, [1], [1.0, 0.5, 0.4])
+  plan_all, spent = _alone(num_rollouts, explore), []
+  for stage in range(2):
+    plan = jax.device_get(plan_all(
+        forest.tree, design, jax.random.key(2 * seed + stage)))
+    spent.append(plan.count[:, :-1].sum(1))
+    if plan.count.any():
+      forest = enumerable.all_forks(forest, plan)
+  # All have as many trajectories, and not all as many forks.
+  assert len(np.unique((forest.tree.parents == 0).sum(1))) == 1
+  assert max(len(np.unique(forks)) for forks in spent) > 1
+  assert _bias(forest) < 1e-6
 
 
 def test_spending_what_a_tree_itself_leaves_over_would_be_biased():
-  task, values = _task()
-  forest = enumerable.all_backbones(task, 2)
-  plan = _adaptive(
-      forest.tree, **_arrays(forest, values), **_OPTIONS,
-      prices=np.float32(0.25), num_fresh=np.int32(0))
-  count = plan.count.copy()
-  count[:, -1] = 2 - count[:, :-1].sum(1)
-  node = plan.node.copy()
-  node[:, -1] = np.where(count[:, -1] > 0, 1, -1)
-  assert _bias(forest, plan.replace(node=node, count=count)) > 1e-3
+  forest = enumerable.all_backbones(_perilous(), 2)
+  plan = jax.device_get(_alone(4, 0.0)(
+      forest.tree, _design(3, [1], [1.0, 0.5, 0.4]), jax.random.key(0)))
+  assert _bias(enumerable.all_forks(forest, plan)) < 1e-6
+  left = 2 - plan.count[:, :-1].sum(1) // 2
+  assert len(np.unique(left)) > 1
+  count, node = plan.count.copy(), plan.node.copy()
+  count[:, -1], node[:, -1] = left, np.where(left > 0, 1, -1)
+  greedy = plan.replace(node=node, count=count)
+  assert _bias(enumerable.all_forks(forest, greedy)) > 1e-3
+
+
+# -------------------------------------------- the right call, from nothing on
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name, low, high', [
+    ('late', 0.6, 0.88), ('early', 0.95, 1.07)])
+def test_a_run_that_starts_with_nothing_ends_with_the_right_call(
+    name, low, high):
+  task = enumerable.make(name)
+  design = theory_methods.design_of(task)
+  chosen = np.flatnonzero(design.bins)
+  root = np.prod(exact_noise.branching_noise(task, 16))
+  method = dataclasses.replace(
+      theory_methods.all_methods()['bpo_adaptive'], num_stages=2)
+  forest = method.grow(task, seed=0, num_trees=2048)
+  estimates = enumerable.gradient(forest, method.credit(forest))
+  noise, steps = estimates.var(0, ddof=1).sum(), forest.num_steps.mean()
+  error = estimates.mean(0) - task.gradient.ravel()
+  print(name, design.num_siblings, chosen, noise * steps / root, steps)
+  assert (design.num_siblings > 1) == (name == 'late') == (len(chosen) > 0)
+  assert low < noise * steps / root < high
+  assert 0.94 * 192 < steps <= 192
+  assert error @ error * len(estimates) / noise < 3  # About 1 without any bias.
+
+
+@pytest.mark.parametrize('late, early, failed', [
+    (112.0, 90.0, []), (140.0, 90.0, ['late']), (112.0, 99.0, ['early'])])
+def test_a_wrong_call_is_a_claim_that_fails(late, early, failed):
+  rows = [theory_methods.Measurement(
+      task=task, method='bpo_adaptive', bias=0.0, bias_low=0.0, bias_high=0.0,
+      score=0.0, cosine=1.0, cosine_low=1.0, signal=1.0, noise=1.0,
+      steps=190.0, cost=cost) for task, cost in (('late', late),
+                                                 ('early', early))]
+  claims = verify_theory.adaptive_claims(rows)
+  assert [c.claim.split()[-1] for c in claims if not c.holds] == failed
 
 
 # ------------------------------------------------------------------ bad input
 
 
 @pytest.mark.parametrize('options, message', [
-    (dict(num_forks=0), 'num_forks: expected at least 1'),
     (dict(num_branch_points=0), 'num_branch_points: expected at least 1'),
     (dict(num_rollouts=0), 'num_rollouts: expected at least 1, got 0'),
-    (dict(values=None), 'adaptive needs values: expected an array'),
-    (dict(values=np.zeros((3, 2))), r'values: .*\(3, 28\), got \(3, 2\)'),
-    (dict(remaining_costs=np.zeros(3)), r'remaining_costs: .* got \(3,\)'),
+    (dict(explore=1.0), 'explore: expected a share .* got 1.0'),
+    (dict(key=None), 'adaptive needs key: expected a typed key'),
 ])
 def test_bad_input_is_an_error(options, message):
-  tree, arrays = _random(0)
   with pytest.raises(ValueError, match=message):
-    branching.adaptive(tree, **{**arrays, **options})
+    branching.adaptive(_ragged(0), **{'key': jax.random.key(0), **options})
 
 
-def test_gain_by_hand():
-  gain = functools.partial(predicted_gain, num_forks=1)
-  # One fork a quarter before the end: half of v less for 3/4 of the actions.
-  np.testing.assert_allclose(gain(0.5, 0.25, 0.5), 0.75 / 2 / 0.25, rtol=1e-6)
-  for nothing in ((1.0, 0.25, 0.5), (0.5, 0.25, 0.0), (0.5, 0.0, 0.5)):
-    assert gain(*nothing) == 0
-  # A fork at the root in pairs saves nothing; in a larger group, less than a
-  # fresh rollout.
-  assert gain(0.5, 1.0, 0.5) == 0
-  three = predicted_gain(0.5, 1.0, 0.5, num_forks=3)
-  np.testing.assert_allclose(three, 2 / 9, rtol=1e-6)
+def test_sizes_of_a_design_that_knows_nothing_are_checked():
+  with pytest.raises(ValueError, match='num_depths: expected at least 1'):
+    depths.unknown(0)
+  with pytest.raises(ValueError, match='depth_width: expected at least 1'):
+    depths.unknown(4, 0)

@@ -8,7 +8,6 @@ import itertools
 
 import builders
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest

@@ -19,6 +19,7 @@ def _arrays(row, tree):
   golden = np.zeros(tree.parents.shape, bool)
   arrays = {'value head': {'values': ones},
             'implicit reward': {'implicit_rewards': ones},
+            'selection slope': {'a2': np.float32(0)},
             'golden trajectory': {'golden': golden}}
   found = {}
   for need in row.needs:
@@ -76,7 +77,8 @@ def test_the_docs_and_the_help_list_every_row(name):
 @pytest.mark.parametrize('name', [
     name for name in algorithms.names()
     if set(algorithms.get(name).needs) & {
-        'value head', 'implicit reward', 'golden trajectory'}])
+        'value head', 'implicit reward', 'golden trajectory',
+        'selection slope'}])
 def test_what_is_not_given_is_an_error(name):
   with pytest.raises(ValueError, match='needs'):
     algorithms.get(name).credit(builders.random_trees(0))

@@ -22,8 +22,8 @@ _TESTS = sorted(
 # The core, lowest first: a module may reach those before it and nothing else of
 # bpo_jax, by whatever way round. The rest of bpo_jax stands on the core.
 _CORE = (
-    'types', 'checks', 'options', 'masked', 'walks', 'tree', 'siblings', 'returns',
-    'advantages', 'branching', 'objectives',
+    'types', 'checks', 'options', 'masked', 'walks', 'tree_checks', 'tree',
+    'siblings', 'returns', 'advantages', 'branching', 'objectives',
 )
 # A tool -> the only places that may touch it, as prefixes.
 _HOMES = {

@@ -1,4 +1,4 @@
-"""golden: a grafted trajectory is a path of the tree, and nothing else moves."""
+"""golden: a grafted trajectory is one more path, and nothing else moves."""
 
 import builders
 import numpy as np
@@ -13,8 +13,8 @@ def _chain(prompt, length, reward=1.0):
   node = builder.add(-1, prompt)
   for step in range(length):
     node = builders.add_action(
-        builder, node, num_tokens=step + 1, reward=reward * (step == length - 1),
-        terminal=step == length - 1)
+        builder, node, num_tokens=step + 1, terminal=step == length - 1,
+        reward=reward * (step == length - 1))
   return tree_lib.stack([builder])
 
 

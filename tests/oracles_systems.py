@@ -360,7 +360,7 @@ def sipo(tree, a2=0.0, w=1.0, unit='token', node_values='own',
     rank = (others < own).sum() + ((others == own).sum() + 1) / 2
     blom = statistics.NormalDist().inv_cdf(
         (rank - 0.375) / (len(others) + 0.25))
-    return value - w * a2 * blom
+    return value - w * float(a2) * blom
 
   out = np.zeros((2, *np.shape(tree.tokens)))
   for b in range(len(out[0])):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from bpo_jax import advantages
+from bpo_jax import types
 from experiments import config_flags
 from experiments import enumerable
 from experiments import theory_methods
@@ -30,6 +31,8 @@ def _row(**fields):
 def _exact_rows(**biases):
   biases = {'bpo causal split': 1e-8, 'bpo_rb rho=0.5': 1e-8,
             'bpo top_m split': 0.2, 'bpo_rb top_m': 0.1,
+            'bpo equally_spaced split': 1e-8, 'bpo lowest_entropy split': 0.1,
+            'bpo oracle_value_gap split': 0.1,
             'bpo causal uniform': 0.6} | biases
   return [_row(task='exact', method=name, bias=bias)
           for name, bias in biases.items()]
@@ -41,13 +44,16 @@ def _failures(claims):
 
 def test_claims_hold_on_rows_that_bear_them_out():
   claims = list(verify_theory.bias_claims(_exact_rows()))
-  assert len(claims) == 4 and not _failures(claims)
+  assert len(claims) == 6 and not _failures(claims)
 
 
 @pytest.mark.parametrize('name, bias, failure', [
     ('bpo causal split', 1e-3, 'causal selection'),
     ('bpo_rb rho=0.5', 1e-3, 'causal selection'),
+    ('bpo equally_spaced split', 1e-3, 'causal selection'),
     ('bpo top_m split', 1e-8, 'after the fact'),
+    ('bpo lowest_entropy split', 1e-8, 'lowest entropy'),
+    ('bpo oracle_value_gap split', 1e-8, 'true value gap'),
     ('bpo_rb top_m', 1e-8, 'bpo_rb'),
     ('bpo causal uniform', 1e-8, 'uniform weights'),
 ])
@@ -84,6 +90,103 @@ def test_costs_are_held_against_the_exact_ones(monkeypatch):
   assert _failures(verify_theory.cost_claims(rows)) == [
       'bpo_rb wins on late', 'branching pays on decided',
       'root leave-one-out 8 has its exact noise on late']
+
+
+def test_the_oracle_is_held_to_the_widest_gaps():
+  gaps = {'top_m': 0.2, 'random': 0.3, 'oracle_value_gap': 0.31}
+  rows = [_row(method=f'bpo {name} split', gap=gap)
+          for name, gap in gaps.items()]
+  rows.append(_row(method='bpo random uniform', gap=0.9))
+  claim, = verify_theory.schedule_claims(rows)
+  assert claim.holds and claim.evidence == '0.310, next 0.300 (random)'
+  rows[2] = dataclasses.replace(rows[2], gap=0.29)
+  assert _failures(verify_theory.schedule_claims(rows)) == [
+      'the oracle forks at the widest value gaps on late']
+  assert not list(verify_theory.schedule_claims(rows[:2]))
+
+
+def test_shrinking_is_held_to_its_cost():
+  rows = [_row(task=task, method=f'bpo_rb rho={rho}', cost=cost)
+          for task, rho, cost in (('exact', 0.4, 90.0), ('exact', 1.0, 91.0),
+                                  ('late', 0.4, 92.0), ('late', 1.0, 91.0))]
+  claims = list(verify_theory.shrinkage_claims(rows))
+  assert len(claims) == 2
+  assert _failures(claims) == [
+      'at K = 2 rho = 0.4 is cheaper than rho = 1 on late']
+
+
+def test_the_table_of_schedules_is_in_the_paper_s_order():
+  rows = [_row(task=task, method=f'bpo {name} {weights}', gap=0.125)
+          for task in ('late', 'exact') for weights in ('uniform', 'split')
+          for name in reversed(theory_methods.SCHEDULES)]
+  rows += [_row(), _row(method='bpo causal split'),
+           _row(method='bpo top_m split drop')]
+  table = verify_theory.schedule_markdown(rows).splitlines()[2:]
+  cells = [[cell.strip() for cell in line.split('|')] for line in table]
+  assert [cell[1:4] for cell in cells] == [
+      [task, weights, name] for task in ('late', 'exact')
+      for weights in ('split', 'uniform') for name in theory_methods.SCHEDULES]
+  assert cells[0][4] == '0.125' and cells[0][-2] == '60.8'
+
+
+def test_schedules_share_all_but_where_they_fork():
+  methods = theory_methods.variants()
+  chosen = {name: method for name, method in methods.items()
+            if theory_methods.schedule_of(name)}
+  assert len(chosen) == 2 * len(theory_methods.SCHEDULES)
+  task, estimators = enumerable.make('late'), set()
+  for name, method in chosen.items():
+    schedule, weights = theory_methods.schedule_of(name)
+    estimators.add((weights, method.estimator))
+    assert method.num_backbones == 4
+    assert method.policy.keywords == dict(num_branch_points=8, num_forks=1)
+    expected = 'top_entropy' if schedule == 'top_m' else schedule
+    assert method.policy.func.__name__ == expected
+  assert len(estimators) == 2
+  for name in ('bpo random split', 'bpo oracle_value_gap split'):
+    forest = methods[name].grow(task, 0, 4)
+    forks = forest.tree.birth > np.take_along_axis(
+        forest.tree.birth, np.maximum(forest.tree.parents, 0), axis=1)
+    assert (forks.sum(1) == 8).all()
+
+
+def test_the_value_gap_is_that_of_the_states_forked():
+  task = enumerable.make('early')
+  forest = enumerable.backbones(task, np.random.default_rng(0), 3, 2)
+  gap = lambda forest: theory_methods.moments(forest, types.Credit(
+      *np.zeros((2, *forest.tree.tokens.shape), np.float32))).gap
+  assert gap(forest) == 0
+  node = np.array([[1, -1], [3, 14], [12, -1]])  # Steps 0; 2 and 1; 11.
+  plan = types.BranchPlan(node=node, offset=np.zeros_like(node),
+                          count=np.array([[2, 0], [1, 1], [1, 0]]))
+  grown = enumerable.fork(forest, plan, np.random.default_rng(1))
+  expected = 0.0
+  for tree, place, count in ((0, 1, 2), (1, 3, 1), (1, 14, 1), (2, 12, 1)):
+    state = forest.tree.anchor[tree, forest.tree.parents[tree, place]]
+    expected += count * max(abs(task.advantages[state])) / 5
+  assert gap(grown) == pytest.approx(expected) and expected > 0.1
+
+
+def test_methods_that_fork_alike_share_their_trees():
+  methods = theory_methods.all_methods()
+  task = enumerable.make('late')
+  for one, other in (('rloo', 'grpo'), ('bpo_rb', 'bpo causal uniform')):
+    assert methods[one].growth == methods[other].growth
+  assert methods['rloo'].growth != methods['gcpo'].growth
+  first, second = (methods[name].grow(task, 3, 4) for name in ('rloo', 'iapo'))
+  np.testing.assert_array_equal(first.tree.tokens, second.tree.tokens)
+  other = methods['rloo'].grow(task, 4, 4)
+  assert (first.tree.tokens != other.tree.tokens).any()
+
+
+def test_listed_trees_get_their_credit_in_parts(monkeypatch):
+  forest = enumerable.all_backbones(enumerable.random_task(2), 2)
+  method = theory_methods.variants()['root leave-one-out 2']
+  whole = method.credit(forest)
+  monkeypatch.setattr(theory_methods, '_LISTED_TREES', 24)  # Of 64.
+  parts = method.credit_of_listed(forest)
+  np.testing.assert_allclose(parts.advantages, whole.advantages, rtol=1e-6)
+  np.testing.assert_array_equal(parts.weights, whole.weights)
 
 
 def test_where_branching_pays_is_found_exactly():
@@ -198,6 +301,8 @@ def test_the_binary_prints_tables_and_leaves_them(
     rows = list(csv.DictReader(file))
   assert [r['method'] for r in rows if r['task'] == 'late'] == list(_FAST)
   assert (tmp_path / 'out' / 'claims.csv').stat().st_size
+  header, = (tmp_path / 'out' / 'schedules.csv').read_text().splitlines()
+  assert header.startswith('schedule,weights,published,task,method,bias')
   has_figure = (tmp_path / 'out' / 'theory.png').exists()
   assert has_figure == bool(importlib.util.find_spec('matplotlib'))
 
@@ -210,7 +315,7 @@ def test_without_matplotlib_the_tables_are_written(
   verify_theory.write(tmp_path, [_row()], [])
   assert "pip install 'bpo-jax[plot]'" in capsys.readouterr().out
   assert sorted(p.name for p in tmp_path.iterdir()) == [
-      'claims.csv', 'measurements.csv']
+      'claims.csv', 'measurements.csv', 'schedules.csv']
 
 
 def test_an_unknown_method_is_one_clear_line():

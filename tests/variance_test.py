@@ -260,6 +260,81 @@ def test_nothing_to_tell_from_gives_zeros_and_counts(returns):
   assert len(variance.summary(found).splitlines()) >= 1
 
 
+_update = jax.jit(variance.update, static_argnames='forgetting')
+
+
+def test_sums_over_updates_say_what_one_batch_of_all_trees_says():
+  forest = _forked(enumerable.make('late'), np.random.default_rng(0), 256)
+  sums = variance.init(num_depths=_HORIZON, depth_width=1)
+  for part in (slice(0, 64), slice(64, 256)):
+    batch = jax.tree.map(lambda x, part=part: x[part], forest.tree)
+    sums = _update(sums, batch, forgetting=1.0)
+  got = jax.device_get(variance.report_of(sums))
+  expected = _by_step(forest.tree)
+  for field in dataclasses.fields(variance.Report):
+    if 'entropy' not in field.name:
+      jax.tree.map(
+          functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4),
+          getattr(got, field.name), getattr(expected, field.name))
+  assert len(variance.summary(got).splitlines()) == 3 + _HORIZON
+
+
+def test_what_was_seen_fades():
+  forest = _forked(enumerable.make('late'), np.random.default_rng(0), 256)
+  empty = variance.init(num_depths=_HORIZON, depth_width=1)
+  once = jax.device_get(_update(empty, forest.tree, forgetting=1.0))
+  twice = jax.device_get(_update(once, forest.tree, forgetting=0.5))
+  np.testing.assert_allclose(twice.parts, 1.5 * once.parts, rtol=1e-5)
+  np.testing.assert_allclose(twice.products, 1.25 * once.products, rtol=1e-5)
+  one, two = (jax.device_get(variance.report_of(s)) for s in (once, twice))
+  np.testing.assert_allclose(
+      two.by_depth.share, one.by_depth.share, atol=1e-4)
+  # 1.5^2 / 1.25 as many trees, were they others.
+  np.testing.assert_allclose(
+      two.by_depth.num_trees, 1.8 * one.by_depth.num_trees, atol=1)
+  wide = one.by_depth.upper - one.by_depth.lower
+  narrow = two.by_depth.upper - two.by_depth.lower
+  some = one.by_depth.num_trees > 20
+  np.testing.assert_allclose(
+      (narrow / wide)[some], np.sqrt(1 / 1.8), rtol=0.06)
+
+
+def test_forks_chosen_by_the_state_are_no_fit_trees():
+  """Why the report says what trees it is valid for."""
+  task = enumerable.make('late')
+  forest = enumerable.backbones(task, np.random.default_rng(0), 512, 4)
+  plan = jax.device_get(jax.jit(functools.partial(
+      branching.causal_threshold, num_branch_points=8, min_spacing=1,
+      max_per_path=2))(forest.tree, 0.6))
+  grown = enumerable.fork(forest, plan, np.random.default_rng(1))
+  found = _by_step(enumerable.pad(grown, 128).tree).by_depth
+  assert found.upper[9] < task.explained[9] - 0.1
+
+
+def test_nothing_seen_recommends_nothing():
+  sums = variance.init()
+  assert all(np.isfinite(x).all() for x in _arrays(variance.report_of(sums)))
+  design = designs.next_design(sums)
+  assert design.num_siblings == 1 and not design.bins.any()
+  np.testing.assert_array_equal(design.costs, 1)
+
+
+def test_a_recommendation_becomes_arrays(reports):
+  chosen = designs.recommend(reports['late'], 16)
+  design = designs.to_arrays(chosen, reports['late'])
+  assert design.num_siblings == chosen.num_siblings
+  assert tuple(np.flatnonzero(design.bins)) == chosen.depths
+  np.testing.assert_allclose(
+      design.costs, 1 - np.arange(_HORIZON) / _HORIZON, rtol=1e-5)
+
+
+def test_wrong_sums_are_errors():
+  with pytest.raises(ValueError, match='num_depths: expected at least 1'):
+    variance.init(num_depths=0)
+  with pytest.raises(ValueError, match='forgetting: .* got 1.5'):
+    variance.update(variance.init(), builders.chains([[0.0]]), forgetting=1.5)
+
+
 def test_summary_says_what_was_found():
   forest = _forked(enumerable.make('late'), np.random.default_rng(0), 256)
   found = _by_step(forest.tree)

@@ -62,6 +62,7 @@ def bpo(tree: tree_lib.Tree, *, lambda_: float = 0.95,
     Branching Policy Optimization, theorems 4.1 and 4.3 (arXiv 2607.14171).
   """
   checks.one_of('prefix_credit', prefix_credit, PrefixCredit)
+  checks.between('lambda_', lambda_, 0, 1)
   values = returns.centred_values(tree, node_values)
   member = tree_lib.in_group(tree)
   if not root_group:
@@ -110,6 +111,7 @@ def bpo_rb(tree: tree_lib.Tree, *, rho: float | chex.Array = 0.5,
   Raises:
     ValueError: if an option is unknown.
   """
+  checks.between('rho', rho, 0, 1)
   values = returns.centred_values(tree, node_values)
   member = tree_lib.in_group(tree)
   local = siblings.leave_one_out_advantage(values, tree.parents, member)
@@ -212,6 +214,9 @@ def _rho_per_node(rho, member, parents):
   """Returns rho by a node's level, [B, N]; 1 at the first group of a path."""
   level = walks.sum_above(member.astype(jnp.int32), parents) - 1
   rho = jnp.atleast_1d(jnp.asarray(rho, jnp.float32))
+  if rho.ndim > 1 or not rho.size:
+    raise ValueError('rho: expected a scalar or one for each level, shape '
+                     f'[max_depth], got shape {rho.shape}')
   by_level = jnp.take(rho, jnp.maximum(level, 0), mode='clip')
   return jnp.where(level > 0, by_level, 1.0)
 

@@ -263,6 +263,8 @@ def gcpo(tree: tree_lib.Tree, *, golden: chex.Array | None = None,
   checks.one_of('contrast', contrast, Contrast)
   checks.given('golden', golden, 'gcpo',
                'a [B, N] bool array that marks the golden trajectory')
+  checks.shape('golden', golden, tree.parents.shape)
+  checks.between('contrast_beta', contrast_beta, 0)
   leaf = tree_lib.is_leaf(tree)
   teacher = leaf & jnp.asarray(golden, bool)
   rollout = leaf & ~teacher

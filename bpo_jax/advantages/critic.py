@@ -202,6 +202,8 @@ def _gae(tree, values, votes, discount, lambda_):
   A of the next one), so every node is first folded to what it hands up for any
   x; then one walk up the tree finds every x.
   """
+  checks.between('discount', discount, 0, 1)
+  checks.between('lambda_', lambda_, 0, 1)
   handed, slope, by_token = _fold(tree, values, discount, lambda_)
   above = returns.backup(handed, votes, tree.parents, slope)
   follows = mean_of_children(above, votes, tree.parents)

@@ -138,7 +138,7 @@ def standardised(tree: tree_lib.Tree, scale: Scale = 'std',
   advantages = values - masked.mean(values, leaf, axis=-1, keepdims=True)
   if scale == 'std':
     spread = masked.std(values, leaf, axis=-1, keepdims=True, ddof=1)
-    advantages = advantages / (spread + epsilon)
+    advantages = masked.over_spread(advantages, spread, epsilon)
   return masked.fill(advantages, leaf)
 
 

@@ -57,7 +57,7 @@ def tree_grpo(tree: tree_lib.Tree, *, epsilon: float = 1e-6,
   count = within(leaf.astype(jnp.float32))
   centred = masked.fill(values - masked.divide(within(values), count), leaf)
   variance = masked.divide(within(jnp.square(centred)), count - 1)
-  intra = centred / (jnp.sqrt(variance) + epsilon)
+  intra = masked.over_spread(centred, jnp.sqrt(variance), epsilon)
   inter = masked.whiten(values, leaf, axis=-1, epsilon=epsilon, ddof=1)
   return common.path_credit(
       tree, masked.fill(intra, top >= 0) + inter, path_weighting)

@@ -226,7 +226,7 @@ def _standardised(deviation, groups, mask, scale, epsilon):
     return deviation
   squares = siblings.group_sum(jnp.square(deviation), groups, mask)
   freedom = jnp.maximum(siblings.count(groups, mask) - 1, 1)
-  return deviation / (jnp.sqrt(squares / freedom) + epsilon)
+  return masked.over_spread(deviation, jnp.sqrt(squares / freedom), epsilon)
 
 
 def _path_mean(values, mask, parents):

@@ -23,7 +23,7 @@ _ROUNDING = 1e-4  # Of sums of costs, in rollouts.
 
 def adaptive(tree: tree_lib.Tree, *, design: depths.Design | None = None,
              num_rollouts: int = 16, num_branch_points: int = 32,
-             explore: float = 0.1, open_mask: chex.Array | None = None,
+             explore: float = 0.03, open_mask: chex.Array | None = None,
              birth: chex.Numeric | None = None,
              key: chex.PRNGKey | None = None) -> types.BranchPlan:
   """Spends a fixed budget by a recommended design, in two stages.
@@ -36,10 +36,10 @@ def adaptive(tree: tree_lib.Tree, *, design: depths.Design | None = None,
   first trajectories, and as many more as are whole in what that leaves over.
   Asked for the first time, the policy plans those that are not there yet, fresh
   rollouts; asked again, K - 1 forks of every first trajectory, those included,
-  at one decision in every recommended bin, drawn from the bin's depths. Each of
-  the first epsilon R / mean_d(c_d) trajectories also gets one fork at a depth
-  drawn from all. A tree that has enough trajectories is forked at once, and one
-  that was forked is left alone.
+  at one decision in every recommended bin, drawn from the bin's depths. Of the
+  first epsilon R / mean_d(c_d) trajectories, a coin deciding on a part of one,
+  each gets a fork at a depth drawn from all. A tree that has enough
+  trajectories is forked at once, and one that was forked is left alone.
 
   What keeps it unbiased. Draws have an order, that of the nodes. An estimator
   with split weights is unbiased if the number of forks at each state is fixed
@@ -95,12 +95,15 @@ def adaptive(tree: tree_lib.Tree, *, design: depths.Design | None = None,
   checks.given('key', key, 'adaptive', 'a typed key')
   design = depths.unknown() if design is None else design
   first = _first_trajectories(tree)
-  num_explorers, wanted = _sizes(design, num_rollouts, explore)
+  coin_key, depth_key = jax.random.split(key)
+  wanted = _num_wanted(design, num_rollouts * (1 - explore))
+  num_explorers = _num_explorers(
+      design, num_rollouts * explore, first.count.shape, coin_key)
   real = jnp.asarray(tree.node_mask)[:, 0]
   missing = masked.fill(jnp.maximum(wanted - first.count, 0), real)
   is_forked = tree_lib.num_leaves(tree)[:, 0] > first.count
   forks, costs = _forks(
-      tree, first, design, num_explorers, open_mask, birth, key)
+      tree, first, design, num_explorers, open_mask, birth, depth_key)
   left = masked.fill(jnp.maximum(num_rollouts - first.count, 0), real)
   may_fork = (missing == 0) & ~is_forked
   paid = jnp.cumsum(costs, axis=-1) <= left[:, None] + _ROUNDING
@@ -140,19 +143,22 @@ def _first_trajectories(tree):
       count=jnp.sum(begins, axis=-1, dtype=jnp.int32))
 
 
-def _sizes(design, num_rollouts, explore):
-  """Returns how many trajectories explore, and how many there are to be."""
-  costs, known = jnp.asarray(design.costs), jnp.asarray(design.costs) > 0
-  each_explorer = masked.mean(costs, known)
-  num_explorers = jnp.round(
-      masked.divide(explore * num_rollouts, each_explorer))
-  each = 1 + (design.num_siblings - 1) * masked.sum(costs, design.bins)
-  budget = num_rollouts * (1 - explore)
+def _num_wanted(design, budget):
+  """Returns how many first trajectories a tree is to have, [] int32."""
   whole = lambda x: jnp.floor(x + _ROUNDING)
+  each = 1 + (design.num_siblings - 1) * masked.sum(
+      jnp.asarray(design.costs), design.bins)
   wanted = whole(budget / each)
   wanted = wanted + whole(budget - wanted * each)
   # One trajectory is there in any case.
-  return num_explorers, jnp.maximum(wanted, 1).astype(jnp.int32)
+  return jnp.maximum(wanted, 1).astype(jnp.int32)
+
+
+def _num_explorers(design, budget, shape, key):
+  """Returns how many trajectories explore, [B] float32, whole numbers."""
+  costs = jnp.asarray(design.costs)
+  number = masked.divide(budget, masked.mean(costs, costs > 0))
+  return jnp.floor(number + decisions_lib.noise(shape, key))
 
 
 def _forks(tree, first, design, num_explorers, open_mask, birth, key):
@@ -179,7 +185,8 @@ def _forks(tree, first, design, num_explorers, open_mask, birth, key):
   explored = 1 + jnp.floor(
       decisions_lib.noise(shape, explored_key) * (reach - 1))
   explored = jnp.take_along_axis(explored, first.head, axis=-1)[..., None]
-  by_chance = (before == explored) & (first.rank < num_explorers)[..., None]
+  by_chance = (before == explored) & (
+      first.rank < num_explorers[:, None])[..., None]
   forks = (design.num_siblings - 1) * by_design + by_chance
   forks = masked.fill(forks, mask).astype(jnp.int32).reshape(shape[0], -1)
   costs = jnp.asarray(design.costs)[level].reshape(shape[0], -1)

@@ -88,7 +88,7 @@ def entropies(tree: tree_lib.Tree, statistic: Statistic = 'first_token'
   values = jnp.where(tree.action_mask, tree.entropies, 0)
   if statistic == 'first_token':
     return values
-  return tree_lib.sum_to_end_of_action(tree, values)
+  return walks.sum_to_end_of_run(values, tree.action_mask)
 
 
 def noise(shape: tuple[int, ...], key: chex.PRNGKey | None) -> types.Array:
