@@ -5,6 +5,7 @@ from bpo_jax import algorithms
 from bpo_jax import branching
 from bpo_jax import checkpoint
 from bpo_jax import checks
+from bpo_jax import designs
 from bpo_jax import golden
 from bpo_jax import learner
 from bpo_jax import masked
@@ -41,6 +42,7 @@ __all__ = (
     'branching',
     'checkpoint',
     'checks',
+    'designs',
     'golden',
     'learner',
     'masked',

@@ -31,6 +31,8 @@ NEEDS = python_types.MappingProxyType({
                        'trained by preference between trajectories',
     'value predictor': 'values [B, N] predicted by earlier updates',
     'reference policy': 'its parameters, while kl_coef is not 0',
+    'design': 'design, recommended by the trees of earlier updates; without '
+              'one there are no forks but those that explore',
     'selection slope': 'a2, by selection_slope of the batch before',
 })
 
@@ -248,7 +250,7 @@ _ROWS = (
              max_per_path=2),
          num_backbones=4, kl_coef=0.05, learning_rate=2e-6),
     _row('bpo_adaptive', 'this project', 'ours', advantages.bpo_rb,
-         branching.adaptive, needs=['value predictor'], num_backbones=4,
+         branching.adaptive, needs=['design'], num_backbones=4, num_stages=2,
          kl_coef=0.05, learning_rate=2e-6),
     # Forks at every decision of up to fifty; the paper has nine samples each.
     _row('vineppo', 'VinePPO, arXiv 2410.01679', 'exact', advantages.vineppo,

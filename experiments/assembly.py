@@ -19,6 +19,7 @@ from bpo_jax import options
 from bpo_jax import rollout
 from bpo_jax import sampling
 from bpo_jax import tokenizers
+from bpo_jax import variance
 from bpo_jax.models import transformer
 import environments
 from environments import callbacks
@@ -26,6 +27,7 @@ from environments import codec as codecs
 from environments import store as stores
 from environments.alfworld import terse
 from experiments import configs
+from experiments import methods
 
 
 _NUM_LEVELS = 4  # Of groups within groups that rho is learnt for.
@@ -216,6 +218,8 @@ def init_state(
     auxiliary['implicit_reward'] = learner.init_state(
         copy(params), optimizer, copy(rng_key)
     )
+  if 'design' in methods.make(config).wants:
+    auxiliary['variance_sums'] = variance.init()
   if options.unwrap(row.estimator) is advantages.bpo_rb:
     auxiliary['baseline_sums'] = jnp.zeros((2, _NUM_LEVELS))
   if 'selection slope' in row.needs:

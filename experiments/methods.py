@@ -19,20 +19,22 @@ from bpo_jax import learner
 from bpo_jax import options
 from bpo_jax import tree as tree_lib
 from bpo_jax import types
+from bpo_jax.branching import depths
 from experiments import config_fields
 
 # Options that a run sets by a flag of its own, or that only the agent knows.
 _SET_OTHERWISE = ('num_branch_points', 'num_forks', 'vocab_size', 'a2')
 # What a policy may ask for besides the tree, by the name of its argument.
-CONTEXT = ('threshold', 'key', 'values', 'remaining_costs',
-           'current_log_probs')
+CONTEXT = ('threshold', 'key', 'values', 'design', 'current_log_probs')
 # Lengths that papers give in tokens of a language model's prose; a turn of the
 # terse wording is about 7 tokens, of which 3 are the action.
 _TERSE = {'min_spacing': 8, 'boundary_interval': 6, 'entropy_window': 6}
 # Policies whose M branch points are shared out over the first trajectories.
 _SHARED_OUT = (branching.causal_threshold,)
-# Policies that know from the tree itself what the stages before have done.
-_FIND_THEIR_PLACE = (branching.spo_cutpoints, branching.branpo_tail)
+# Policies that know from the tree itself what the stages before have done, and
+# how many stages they take.
+_STAGES = {branching.spo_cutpoints: 2, branching.branpo_tail: 3,
+           branching.adaptive: 2}
 _SELECTIONS = {'top_m': 'top_entropy', 'causal': 'causal_threshold'}
 
 
@@ -127,7 +129,8 @@ def make(config: Any, vocab_size: int | None = None) -> Method:
   parts = (policy, algorithm.estimator, algorithm.objective)
   _refuse_unknown(algorithm, parts, given)
   _refuse_alone(algorithm, policy, num_backbones)
-  num_stages = config.num_stages or algorithm.defaults['num_stages']
+  num_stages = config.num_stages or _STAGES.get(
+      policy and options.unwrap(policy), 1)
   return Method(
       name=algorithm.name,
       num_backbones=num_backbones,
@@ -212,7 +215,7 @@ def _staged(policy, num_stages):
   """Returns the policy as it is called once a stage."""
   if policy is None or num_stages == 1:
     return policy
-  if options.unwrap(policy) in _FIND_THEIR_PLACE:
+  if options.unwrap(policy) in _STAGES:
     return policy
   return branching.recursive(policy, num_stages)
 
@@ -277,7 +280,7 @@ def check(method: Method) -> None:
   jax.eval_shape(method.objective, token, token, token, mask=token > 0)
   if method.plan is not None:
     context = {'threshold': np.float32(0), 'key': jax.random.key(0),
-               'values': node, 'remaining_costs': node,
+               'values': node, 'design': depths.unknown(),
                'current_log_probs': token}
     jax.eval_shape(
         method.plan, tree, **{name: context[name] for name in method.wants})

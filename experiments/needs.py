@@ -15,6 +15,7 @@ import numpy as np
 from bpo_jax import advantages
 from bpo_jax import algorithms
 from bpo_jax import branching
+from bpo_jax import designs
 from bpo_jax import golden
 from bpo_jax import learner
 from bpo_jax import masked
@@ -24,6 +25,7 @@ from bpo_jax import preferences
 from bpo_jax import returns
 from bpo_jax import tree as trees
 from bpo_jax import types
+from bpo_jax import variance
 from experiments import assembly
 from experiments import configs
 from experiments import methods
@@ -75,6 +77,7 @@ class Needs:
         and config.rho is None)
     self._baseline_sums = jax.jit(advantages.baseline_sums)
     self._plan = jax.jit(self._make_plan)
+    self._add_variances = jax.jit(variance.update)
     self._targets = jax.jit(self._make_targets)
     if 'implicit reward' in method.needs:
       self._preference_step = learner.make_update_fn(
@@ -98,18 +101,28 @@ class Needs:
           state.params, tree, self._config.max_tokens).log_probs
     return self._plan(
         tree.replace(allowed=None), state.branch_threshold, state.statistics,
-        key, current)
+        key, current, self._design(state))
 
-  def _make_plan(self, tree, threshold, statistics, key, current_log_probs):
+  def _make_plan(
+      self, tree, threshold, statistics, key, current_log_probs, design):
     wants = self._method.wants
     makers = {
         'threshold': lambda: threshold,
         'key': lambda: key,
         'values': lambda: self._predicted(statistics, tree),
         'current_log_probs': lambda: current_log_probs,
-        'remaining_costs': lambda: predictors.remaining_steps(statistics, tree),
+        'design': lambda: design,
     }
     return self._method.plan(tree, **{n: makers[n]() for n in wants})
+
+  def _design(self, state):
+    """Returns where trees of earlier updates recommend to fork, or None."""
+    if 'design' not in self._method.wants:
+      return None
+    chosen = options.of(self._method.plan)
+    return designs.next_design(
+        state.auxiliary['variance_sums'],
+        **{n: chosen[n].default for n in ('num_rollouts', 'explore')})
 
   def _predicted(self, statistics, tree):
     """Returns the success that earlier updates predict, [B, N]."""
@@ -132,6 +145,8 @@ class Needs:
                        ('implicit reward', self._implicit_reward)):
       if need in self._method.needs:
         given = make(given, tasks)
+    if 'design' in self._method.wants:
+      given = self._seen(given)
     return self._learnt_rho(given) if self._learns_rho else given
 
   def observe(self, statistics: predictors.Statistics, tree: trees.Tree
@@ -146,6 +161,15 @@ class Needs:
     targets = self._targets(given.tree.replace(allowed=None), values)
     return given._replace(
         arrays={**given.arrays, 'values': values}, value_targets=targets)
+
+  def _seen(self, given: Given) -> Given:
+    """Adds the trees to what the next design is made of."""
+    auxiliary = given.state.auxiliary
+    sums = self._add_variances(
+        auxiliary['variance_sums'], given.tree.replace(allowed=None))
+    state = given.state._replace(
+        auxiliary={**auxiliary, 'variance_sums': sums})
+    return given._replace(state=state)
 
   def _learnt_rho(self, given: Given) -> Given:
     """Adds the trust in siblings that earlier updates suggest, by level."""

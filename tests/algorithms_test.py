@@ -84,7 +84,7 @@ def test_what_is_not_given_is_an_error(name):
     algorithms.get(name).credit(builders.random_trees(0))
 
 
-@pytest.mark.parametrize('name', ['trace', 'bpo_adaptive'])
+@pytest.mark.parametrize('name', ['trace'])
 def test_a_plan_without_predictions_is_an_error(name):
   with pytest.raises(ValueError, match='values'):
     algorithms.get(name).plan(builders.random_trees(0))

@@ -15,6 +15,8 @@ def test_every_algorithm_is_a_method_by_its_name_alone(name):
   method = methods.make(configs.TrainConfig(algorithm=name), vocab_size=64)
   row = algorithms.get(name)
   assert method.num_backbones == row.defaults['num_backbones']
+  assert method.num_stages == (
+      row.defaults['num_stages'] if row.branch_policy else 0)
   assert (method.plan is None) == (row.branch_policy is None)
   assert method.loss.kl_estimator == row.defaults['kl_estimator']
   assert (method.loss.value_coef > 0) == ('value head' in row.needs)
