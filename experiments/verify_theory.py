@@ -467,7 +467,8 @@ def run(config: TheoryConfig) -> int:
   claims = list(theorem_claims())
   progress('theorems')
   rows = [*enumerate_methods(progress), *sample_methods(config, progress)]
-  for part in (bias_claims, schedule_claims, shrinkage_claims, cost_claims):
+  for part in (bias_claims, schedule_claims, shrinkage_claims, cost_claims,
+               adaptive_claims):
     claims += part(rows)
   print(markdown(rows))
   print(f'\nSchedules:\n{schedule_markdown(rows)}\n')
