@@ -300,7 +300,8 @@ def make_batches(
     for name, values in numbers.items():
       if values is not None:
         _check_finite(name, values, tree.action_mask)
-    checks.at_least('weights', float(np.min(credit.weights)), 0)
+    weights = np.where(tree.action_mask, credit.weights, 0)
+    checks.at_least('weights', float(np.min(weights)), 0)
   rows = packing.pack(
       tree, credit, value_targets=value_targets, old_values=old_values
   )

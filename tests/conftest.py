@@ -9,12 +9,21 @@ import pytest
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
+import jax  # noqa: E402  pylint: disable=wrong-import-position
+
 _REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
 
 def _data_dir() -> pathlib.Path:
   default = _REPOSITORY.parent / 'shared' / 'data'
   return pathlib.Path(os.environ.get('BPO_JAX_DATA', default))
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _forget_programs():
+  """Frees what a file compiled: thousands of programs crash a process."""
+  yield
+  jax.clear_caches()
 
 
 @pytest.fixture(scope='session')

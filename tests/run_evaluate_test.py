@@ -38,7 +38,7 @@ def _save_run(folder, **overrides):
   checkpoint.save(workdir / warm_start.FOLDER, 0, params)
   other = assembly.init_params(dataclasses.replace(config, seed=1), agent)
   for step, values in ((3, params), (4, other)):
-    state = assembly.init_state(config, values)
+    state = assembly.init_state(config, agent, values)
     checkpoint.save(workdir / 'checkpoints', step, state,
                     {'vocabulary': agent.tokenizer.to_dict()})
   return workdir

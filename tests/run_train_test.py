@@ -77,10 +77,12 @@ def test_every_algorithm_trains_for_two_updates(algorithm, tmp_path):
   for values in rows:
     assert np.isfinite(values['loss/surrogate'])
     assert np.isfinite(values['gradient/norm'])
-    assert values['gradient/norm'] > 0 and values['tree/unspent_forks'] >= 0
+    assert values['tree/unspent_forks'] >= 0
   if run.method.plan is not None:
     assert rows[0]['tree/leaves'] > run.method.num_backbones
-  assert tiny_runs.bits(run.state.params) != before
+  # Nothing succeeds here: DAPO drops all groups, the others keep the entropy.
+  moved = tiny_runs.bits(run.state.params) != before
+  assert moved == (algorithm != 'dapo')
   assert checkpoint.latest_step(run.workdir / 'checkpoints') == 2
 
 
