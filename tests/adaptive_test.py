@@ -191,7 +191,7 @@ def test_a_part_of_an_explorer_is_a_coin():
 
 def test_states_that_are_not_open_are_not_forked():
   task, rng = enumerable.make('late'), np.random.default_rng(0)
-  forest = enumerable.backbones(task, rng, 64, 8)
+  forest = enumerable.backbones(task, rng, 64, 11)
   is_open = task.variances[forest.states_before] > 0.1
   plan = _adaptive(forest.tree, explore=0.0, open_mask=is_open,
                    design=_design(3, [9], 1 - np.arange(12) / 12))
