@@ -117,6 +117,24 @@ def test_split_weights_of_the_leaves_sum_to_one(seed):
   np.testing.assert_allclose(leaves.sum(-1), 1, rtol=1e-6)
 
 
+@pytest.mark.parametrize('seed', range(5))
+def test_what_rho_is_learnt_from_is_that_of_the_oracle(seed):
+  tree, rho = builders.random_trees(seed), 0.3
+  expected = np.zeros((2, 3))
+  for root in oracles.roots(tree):
+    for node in oracles.walk(root):
+      above = node.parent and oracles.member_above(node.parent)
+      if node.siblings and above:
+        level = sum(bool(n.siblings) for n in node.path) - 1
+        base = oracles.shrunk_baseline(above, rho, 'split_mean')
+        others = np.mean([
+            oracles.path_value(s, 'split_mean') for s in node.siblings]) - base
+        value = oracles.path_value(node, 'split_mean') - base
+        expected[:, min(level, 2)] += value * others, others ** 2
+  got = advantages.baseline_sums(tree, rho=rho, num_levels=3)
+  np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize('function, options', [
     (advantages.rloo, dict(path_weighting='tokens')),
     (advantages.grpo, dict(scale='sd')),
