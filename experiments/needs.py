@@ -75,7 +75,9 @@ class Needs:
     self._learns_rho = (
         options.unwrap(method.credit) is advantages.bpo_rb
         and config.rho is None)
-    self._baseline_sums = jax.jit(advantages.baseline_sums)
+    if self._learns_rho:
+      self._baseline_sums = jax.jit(functools.partial(
+          advantages.baseline_sums, node_values=credit['node_values'].default))
     self._plan = jax.jit(self._make_plan)
     self._add_variances = jax.jit(variance.update)
     self._targets = jax.jit(self._make_targets)

@@ -112,11 +112,8 @@ def bpo_rb(tree: tree_lib.Tree, *, rho: float | chex.Array = 0.5,
     ValueError: if an option is unknown.
   """
   checks.between('rho', rho, 0, 1)
-  values = returns.centred_values(tree, node_values)
   member = tree_lib.in_group(tree)
-  local = siblings.leave_one_out_advantage(values, tree.parents, member)
-  rho = _rho_per_node(rho, member, tree.parents)
-  baseline = _shrunk_baseline(values - local, rho, member, tree.parents)
+  values, _, baseline = _values_and_baselines(tree, member, rho, node_values)
   owner = walks.nearest_above(member, tree.parents)
   advantages = common.take(values - baseline, owner)
   weights = _weights(tree, node_weighting, incumbent, owner)
@@ -144,19 +141,25 @@ def baseline_sums(tree: tree_lib.Tree, *, rho: chex.Numeric = 0.5,
     [2, L] float32, reward units squared: numerators and denominators. Level 0,
     which has nothing above it, is 0.
   """
-  values = returns.centred_values(tree, node_values)
   member = tree_lib.in_group(tree)
-  local = siblings.leave_one_out_advantage(values, tree.parents, member)
-  per_node = _rho_per_node(rho, member, tree.parents)
-  baseline = _shrunk_baseline(values - local, per_node, member, tree.parents)
+  values, loo, baseline = _values_and_baselines(tree, member, rho, node_values)
   above = walks.at_parent(baseline, tree.parents)
-  others = (values - local) - above
+  others = loo - above
   level = walks.sum_above(member.astype(jnp.int32), tree.parents) - 1
   level = jnp.where(member & (level > 0),
                     jnp.minimum(level, num_levels - 1), num_levels)
   sums = jnp.zeros((2, num_levels), jnp.float32)
   terms = jnp.stack([(values - above) * others, jnp.square(others)])
   return jax.lax.stop_gradient(sums.at[:, level].add(terms, mode='drop'))
+
+
+def _values_and_baselines(tree, member, rho, node_values):
+  """Returns V, LOO and b = rho LOO + (1 - rho) b', [B, N] each."""
+  values = returns.centred_values(tree, node_values)
+  loo = values - siblings.leave_one_out_advantage(
+      values, tree.parents, member)
+  rho = _rho_per_node(rho, member, tree.parents)
+  return values, loo, _shrunk_baseline(loo, rho, member, tree.parents)
 
 
 def _weights(tree, node_weighting, incumbent, owner):
