@@ -32,7 +32,8 @@ _HOMES = {
     'orbax': ('bpo_jax/checkpoint.py',),
     'jax.experimental.io_callback': ('environments/callbacks.py',),
     'jax.pure_callback': (),
-    'subprocess': ('environments/sandbox/',),
+    # A chat template is code of unknown origin, too: it runs in a child.
+    'subprocess': ('environments/sandbox/', 'bpo_jax/chat/'),
     'multiprocessing': ('environments/sandbox/',),
     'os.fork': ('environments/sandbox/',),
     'os.forkpty': ('environments/sandbox/',),

@@ -1,42 +1,21 @@
-"""Tokenizers: text to token ids and back, behind one Protocol.
+"""A tokenizer with one id for every word of a fixed vocabulary.
 
-A word tokenizer gives every word of a fixed vocabulary one id, which is all
-that a small policy on a text game needs.
+It is all that a small policy on a text game needs.
 """
 
 import collections
 from collections.abc import Mapping, Sequence
-import hashlib
 import json
-from typing import Any, Protocol
+from typing import Any
 
 from absl import logging
 
+from bpo_jax.tokenizers import base
+
 PAD = '<pad>'
 UNKNOWN = '<unk>'
+MULTIPLE = 32  # Rows of an embedding come in this many, for whole tiles.
 _SPECIAL = (PAD, UNKNOWN)
-_MULTIPLE = 32  # Rows of an embedding come in this many, for whole tiles.
-
-
-class Tokenizer(Protocol):
-  """Turns words into ids below `vocab_size`, and ids into words."""
-
-  @property
-  def pad_id(self) -> int:
-    """The id of padding; no word has it."""
-
-  @property
-  def vocab_size(self) -> int:
-    """How many ids a model must provide for."""
-
-  def encode(self, words: Sequence[str]) -> list[int]:
-    """Returns one id per word."""
-
-  def decode(self, ids: Sequence[int]) -> list[str]:
-    """Returns one word per id."""
-
-  def fingerprint(self) -> str:
-    """Returns text that is equal only for tokenizers that do the same."""
 
 
 class WordTokenizer:
@@ -56,7 +35,7 @@ class WordTokenizer:
       ValueError: if a word comes twice, is empty, or has the name of a special
         token.
     """
-    _check_vocabulary(vocabulary)
+    check_vocabulary(vocabulary)
     self._words = _SPECIAL + tuple(vocabulary)
     self._ids = {word: id_ for id_, word in enumerate(self._words)}
     self.unknown: collections.Counter[str] = collections.Counter()
@@ -69,7 +48,7 @@ class WordTokenizer:
   @property
   def vocab_size(self) -> int:
     """The number of ids, rounded up to a multiple of 32."""
-    return -(-len(self._words) // _MULTIPLE) * _MULTIPLE
+    return -(-len(self._words) // MULTIPLE) * MULTIPLE
 
   def encode(self, words: Sequence[str]) -> list[int]:
     """Returns one id per word; an unknown word is counted and gets id 1.
@@ -94,8 +73,7 @@ class WordTokenizer:
 
   def fingerprint(self) -> str:
     """Returns 16 hex digits that stand for the words and their order."""
-    text = json.dumps(self._words)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return base.digest(json.dumps(self._words))
 
   def to_dict(self) -> dict[str, Any]:
     """Returns JSON-able values that `from_dict` makes an equal tokenizer of."""
@@ -141,7 +119,7 @@ class WordTokenizer:
     return self._words[id_] if id_ < len(self._words) else UNKNOWN
 
 
-def _check_vocabulary(vocabulary: Sequence[str]) -> None:
+def check_vocabulary(vocabulary: Sequence[str]) -> None:
   counts = collections.Counter((*_SPECIAL, *vocabulary))
   twice = [word for word, count in counts.items() if count > 1]
   if twice:
