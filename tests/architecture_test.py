@@ -32,8 +32,10 @@ _HOMES = {
     'orbax': ('bpo_jax/checkpoint.py',),
     'jax.experimental.io_callback': ('environments/callbacks.py',),
     'jax.pure_callback': (),
-    # A chat template is code of unknown origin, too: it runs in a child.
-    'subprocess': ('environments/sandbox/', 'bpo_jax/chat/'),
+    # A chat template is code of unknown origin, too: it runs in a child. So
+    # does each side of a benchmark whose memory is measured.
+    'subprocess': (
+        'environments/sandbox/', 'bpo_jax/chat/', 'experiments/benchmarks/'),
     'multiprocessing': ('environments/sandbox/',),
     'os.fork': ('environments/sandbox/',),
     'os.forkpty': ('environments/sandbox/',),

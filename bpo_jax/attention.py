@@ -1,0 +1,445 @@
+"""Attention of tokens over their ancestors, in rows packed depth first.
+
+Laid out depth first, what a token's descendants are is one interval, so token i
+may attend to token j where `j <= i < end[j]`: O(L) integers stand for the whole
+mask. Most of an [L, L] mask of a bushy tree is false, and a dense product pays
+for all of it. Here rows are cut in blocks, and a query block looks only at the
+key blocks that its table lists.
+
+Three implementations of one function, `attend`: `reference` is dense, for small
+rows and as the oracle of the others; `block_sparse` is plain JAX, for CPU; the
+kernels of `attention_pallas` are for GPU and TPU.
+"""
+
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+from jax import ad_checkpoint
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from bpo_jax import attention_pallas
+from bpo_jax import checks
+
+BLOCK = 128
+MASKED_SCORE = attention_pallas.MASKED_SCORE
+
+Implementation = Literal['auto', 'dense', 'blocks', 'pallas']
+
+# What `jax.checkpoint_policies.save_only_these_names` may keep, so that a
+# rematerialised layer does not run its attention twice.
+CHECKPOINT_NAME = 'attention'
+
+
+class Ancestors(NamedTuple):
+  """What each token may look at; every token sees itself."""
+
+  end: jax.Array  # [R, L] int32: i sees j where j <= i < end[j]; 0 on padding
+  blocks: jax.Array | None = None  # [R, Q, W] int32 from block_table, or dense
+
+
+def block_table(end: np.ndarray, block: int = BLOCK) -> np.ndarray:
+  """Lists the key blocks that each query block looks at, on the host.
+
+  A key block is listed if any query of the block may attend to any of its
+  tokens. Packed depth first, that is so if one of its intervals reaches into
+  the query block.
+
+  Args:
+    end: one past the last token that sees each token, [R, L] int32.
+    block: tokens of a block; L is a multiple of it.
+
+  Returns:
+    [R, Q, W] int32, ascending, each query block itself the last, -1 behind it.
+    W is the least power of two that holds every line, or Q: at most
+    log2(Q) + 2 widths are ever compiled.
+
+  Raises:
+    ValueError: if L is no multiple of `block`, or `end` no interval of the row.
+  """
+  end = np.asarray(end)
+  if end.ndim != 2 or block < 1 or end.shape[1] % block or not end.size:
+    raise ValueError(
+        'end: expected the shape [R, L] with R >= 1 and L a multiple of block ='
+        f' {block}, got {end.shape}; round the row length up'
+    )
+  if end.min() < 0 or end.max() > end.shape[1]:
+    raise ValueError(
+        f'end: expected entries from 0 to L = {end.shape[1]}, got'
+        f' {end.min()} to {end.max()}'
+    )
+  visible = _visible_blocks(end, block)
+  order = np.argsort(~visible, axis=-1, kind='stable').astype(np.int32)
+  table = np.where(np.take_along_axis(visible, order, axis=-1), order, -1)
+  longest = int(visible.sum(axis=-1).max())
+  return table[..., : min(1 << (longest - 1).bit_length(), table.shape[1])]
+
+
+def _visible_blocks(end, block: int):
+  """Returns [R, Q, Q] bool: whether query block q looks at key block k."""
+  num_rows, length = end.shape
+  num_blocks = length // block
+  reach = end.reshape(num_rows, 1, num_blocks, block).max(axis=-1)
+  start = block * np.arange(num_blocks)[:, None]
+  earlier = np.tri(num_blocks, k=-1, dtype=bool)
+  return earlier & (reach > start) | np.eye(num_blocks, dtype=bool)
+
+
+def visible(end: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+  """Returns whether token i may attend to token j; `end` is that of j."""
+  return ((j <= i) & (i < end)) | (i == j)
+
+
+def attend(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    ancestors: Ancestors,
+    implementation: Implementation = 'auto',
+) -> jax.Array:
+  """Softmax attention of every token over its ancestors and itself.
+
+  out_i = sum_j softmax_j(q_i k_j / sqrt(D)) v_j over j <= i < end[j] and j = i;
+  head h of the queries looks at head h // (H / G) of keys and values. The
+  softmax is float32 whatever the dtype. What is not finite stays with the
+  tokens that see it.
+
+  Args:
+    queries: [R, H, L, D].
+    keys: [R, G, L, D]; H is a multiple of G.
+    values: [R, G, L, D].
+    ancestors: what each token may look at.
+    implementation: 'dense', 'blocks' or 'pallas' (interpreted on CPU, slowly),
+      or 'auto': without a table dense, with one pallas on GPU and TPU and
+      blocks elsewhere.
+
+  Returns:
+    [R, H, L, D] of the queries' dtype. A padding token sees itself alone.
+    Gradients flow in reverse mode only, except through 'dense'.
+
+  Raises:
+    ValueError: if shapes do not agree, or an implementation that needs a table
+      of blocks has none.
+  """
+  checks.one_of('implementation', implementation, Implementation)
+  _check_shapes(queries, keys, values, ancestors)
+  platform = jax.default_backend()
+  if implementation == 'auto':
+    kernel = 'pallas' if platform in ('gpu', 'tpu') else 'blocks'
+    implementation = 'dense' if ancestors.blocks is None else kernel
+  if implementation == 'dense':
+    return reference(queries, keys, values, ancestors.end)
+  if implementation == 'blocks':
+    return block_sparse(queries, keys, values, ancestors)
+  if platform not in ('gpu', 'tpu'):
+    platform = 'interpret'
+  return _attend_blocks(platform, queries, keys, values, *_table(ancestors))
+
+
+def reference(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, end: jax.Array
+) -> jax.Array:
+  """Dense attention over ancestors: the [L, L] mask, spelt out.
+
+  Args:
+    queries: [R, H, L, D].
+    keys: [R, G, L, D].
+    values: [R, G, L, D].
+    end: [R, L] int32.
+
+  Returns:
+    [R, H, L, D] of the queries' dtype.
+  """
+  num_rows, num_heads, length, dim = queries.shape
+  num_groups = keys.shape[1]
+  place = jnp.arange(length)
+  mask = visible(end[:, None], place[:, None], place)[:, None, None]
+  grouped = (num_rows, num_groups, num_heads // num_groups, length)
+  as_float = lambda x: x.astype(jnp.float32)
+  taint = _taint(queries).reshape(grouped)[..., None]
+  taint = taint + (_taint(keys) + _taint(values))[:, :, None, None]
+  scores = jnp.einsum(
+      'rghid,rgjd->rghij',
+      as_float(_finite(queries)).reshape(*grouped, dim) * dim**-0.5,
+      as_float(_finite(keys)),
+  )
+  scores = jnp.where(mask, scores + taint, MASKED_SCORE)
+  weights = jnp.where(mask, jax.nn.softmax(scores, axis=-1), 0.0)
+  out = jnp.einsum('rghij,rgjd->rghid', weights, as_float(_finite(values)))
+  return out.reshape(queries.shape).astype(queries.dtype)
+
+
+def block_sparse(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    ancestors: Ancestors,
+) -> jax.Array:
+  """Attention that walks, for each query block, over the key blocks it sees.
+
+  As many steps are taken as the table has entries, however wide it is, and
+  nothing larger than the scores of two blocks is kept: the backward pass
+  computes them again from the log sums (FlashAttention 2, arXiv 2307.08691).
+
+  Args:
+    queries: [R, H, L, D].
+    keys: [R, G, L, D].
+    values: [R, G, L, D].
+    ancestors: with a table of blocks.
+
+  Returns:
+    [R, H, L, D] of the queries' dtype.
+
+  Raises:
+    ValueError: if there is no table, or L is no multiple of its Q.
+  """
+  return _attend_blocks('blocks', queries, keys, values, *_table(ancestors))
+
+
+def _table(ancestors: Ancestors) -> tuple[jax.Array, jax.Array]:
+  """Returns `end` and the table, which must be there and fit."""
+  end, blocks = ancestors
+  if blocks is None:
+    raise ValueError(
+        'ancestors.blocks: expected a table of key blocks, got None; make it'
+        " with block_table(end) or choose implementation='dense'"
+    )
+  if blocks.ndim != 3 or len(blocks) != len(end) or (
+      end.shape[1] % blocks.shape[1]
+  ):
+    raise ValueError(
+        'ancestors.blocks: expected [R, Q, W] of R rows whose length is a'
+        f' multiple of Q, got {blocks.shape} for end {end.shape}; make it with'
+        ' block_table(end)'
+    )
+  return jnp.asarray(end), jnp.asarray(blocks)
+
+
+def _check_shapes(queries, keys, values, ancestors) -> None:
+  """Refuses arrays that are not of the same rows, tokens and heads."""
+  num_rows, num_heads, length, dim = queries.shape
+  checks.shape('values', values, keys.shape)
+  checks.shape('ancestors.end', ancestors.end, (num_rows, length))
+  checks.shape('keys', keys, (num_rows, keys.shape[1], length, dim))
+  if num_heads % keys.shape[1]:
+    raise ValueError(
+        'queries: expected as many heads as a multiple of the'
+        f' {keys.shape[1]} key heads, got {num_heads}'
+    )
+
+
+def _finite(x: jax.Array) -> jax.Array:
+  """Returns `x` with 0 for NaN and infinities, which 0 weights do not kill."""
+  return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+
+
+def _taint(x: jax.Array) -> jax.Array:
+  """Returns NaN for each vector that is not finite, else 0, float32."""
+  return jnp.where(jnp.isfinite(x).all(axis=-1), 0.0, jnp.nan)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_blocks(how, queries, keys, values, end, blocks):
+  """Attends by 'blocks', or by the kernels of a platform."""
+  return _attend_forward(how, queries, keys, values, end, blocks)[0]
+
+
+def _attend_forward(how, queries, keys, values, end, blocks):
+  """Returns the output and what the backward pass needs."""
+  # A value that is not finite taints the score, not the product: only those
+  # that see the token become NaN.
+  taint = (_taint(keys) + _taint(values))[..., None].astype(keys.dtype)
+  args = queries, keys + taint, _finite(values), end, blocks
+  if how == 'blocks':
+    out, log_sums = _forward(*args)
+  else:
+    out, log_sums = attention_pallas.forward(*args, platform=how)
+  out = ad_checkpoint.checkpoint_name(
+      out.astype(queries.dtype), CHECKPOINT_NAME
+  )
+  log_sums = ad_checkpoint.checkpoint_name(log_sums, CHECKPOINT_NAME)
+  return out, (queries, keys, values, end, blocks, out, log_sums)
+
+
+def _attend_backward(how, residuals, cotangent):
+  """Returns the gradients of queries, keys and values."""
+  queries, keys, values, end, blocks, out, log_sums = residuals
+  d_out = _finite(cotangent)
+  product = out.astype(jnp.float32) * d_out.astype(jnp.float32)
+  deltas = _finite(jnp.sum(product, axis=-1))
+  log_sums = log_sums + _taint(cotangent)
+  args = _finite(queries), _finite(keys), _finite(values), end, blocks
+  args += log_sums, deltas, d_out
+  if how == 'blocks':
+    gradients = _backward(*args)
+  else:
+    gradients = attention_pallas.backward(*args, platform=how)
+  arrays = queries, keys, values
+  return *(d.astype(x.dtype) for d, x in zip(gradients, arrays)), None, None
+
+
+_attend_blocks.defvjp(_attend_forward, _attend_backward)
+
+
+class _Blocks(NamedTuple):
+  """Where blocks lie once rows and blocks are one axis of N = R * Q."""
+
+  start: jax.Array  # [N] int32     place of a block's first token in its row
+  key_blocks: jax.Array  # [N, W] int32  blocks of the N that it looks at
+  count: jax.Array  # [N] int32     how many
+  end: jax.Array  # [N, block] int32
+
+
+def _layout(end: jax.Array, blocks: jax.Array) -> _Blocks:
+  num_rows, num_blocks, width = blocks.shape
+  block = end.shape[1] // num_blocks
+  first = num_blocks * jnp.arange(num_rows)[:, None, None]
+  place = block * jnp.arange(num_blocks, dtype=jnp.int32)
+  return _Blocks(
+      start=jnp.tile(place, num_rows),
+      key_blocks=(blocks + first).reshape(-1, width),
+      count=jnp.sum(blocks >= 0, axis=-1).reshape(-1),
+      end=end.reshape(-1, block),
+  )
+
+
+def _split(x: jax.Array, num_groups: int, num_blocks: int) -> jax.Array:
+  """[R, H, L, D] to float32 [R * Q, G, H / G * block, D]."""
+  num_rows, num_heads, length, dim = x.shape
+  per_group = num_heads // num_groups
+  x = x.astype(jnp.float32).reshape(
+      num_rows, num_groups, per_group, num_blocks, -1, dim
+  )
+  block = length // num_blocks
+  x = x.transpose(0, 3, 1, 2, 4, 5)
+  return x.reshape(-1, num_groups, per_group * block, dim)
+
+
+def _join(x: jax.Array, shape: tuple[int, ...], num_blocks: int) -> jax.Array:
+  """The inverse of `_split`, to [R, H, L, D]."""
+  num_rows, num_heads, length, dim = shape
+  num_groups = x.shape[1]
+  x = x.reshape(
+      num_rows,
+      num_blocks,
+      num_groups,
+      num_heads // num_groups,
+      length // num_blocks,
+      dim,
+  )
+  return x.transpose(0, 2, 3, 1, 4, 5).reshape(shape)
+
+
+def _at(x: jax.Array, index: jax.Array) -> jax.Array:
+  return lax.dynamic_index_in_dim(x, index, keepdims=False)
+
+
+def _put(x: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+  return lax.dynamic_update_index_in_dim(x, value, index, 0)
+
+
+def _mask(layout, n, key_block, num_queries):
+  """Returns [H / G * block, block] bool: what query block n sees of another."""
+  offset = jnp.arange(layout.end.shape[1])
+  i = layout.start[n] + offset
+  j = layout.start[key_block] + offset
+  mask = visible(_at(layout.end, key_block), i[:, None], j)
+  return jnp.tile(mask, (num_queries // len(offset), 1))
+
+
+def _forward(queries, keys, values, end, blocks):
+  """Returns out [R, H, L, D] and log sums [R, H, L], both float32."""
+  shape, num_blocks = queries.shape, blocks.shape[1]
+  layout = _layout(end, blocks)
+  split = functools.partial(
+      _split, num_groups=keys.shape[1], num_blocks=num_blocks
+  )
+  queries, keys, values = split(queries), split(keys), split(values)
+  queries *= shape[-1] ** -0.5
+
+  def query_block(n, result):
+    q = _at(queries, n)
+
+    def key_block(t, carry):
+      top, total, mixed = carry
+      # The diagonal first: every token sees itself, so `top` is real from then.
+      k = layout.key_blocks[n, layout.count[n] - 1 - t]
+      scores = jnp.einsum('gid,gjd->gij', q, _at(keys, k))
+      mask = _mask(layout, n, k, scores.shape[1])
+      scores = jnp.where(mask, scores, MASKED_SCORE)
+      new_top = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
+      weights = jnp.exp(scores - new_top)
+      shrink = jnp.exp(top - new_top)
+      total = total * shrink + weights.sum(axis=-1, keepdims=True)
+      part = jnp.einsum('gij,gjd->gid', weights, _at(values, k))
+      return new_top, total, mixed * shrink + part
+
+    top = jnp.full_like(q[..., :1], MASKED_SCORE)
+    carry = top, jnp.zeros_like(top), jnp.zeros_like(q)
+    top, total, mixed = lax.fori_loop(0, layout.count[n], key_block, carry)
+    out, log_sums = result
+    return (
+        _put(out, mixed / total, n),
+        _put(log_sums, top + jnp.log(total), n),
+    )
+
+  result = jnp.zeros_like(queries), jnp.zeros_like(queries[..., :1])
+  out, log_sums = lax.fori_loop(0, len(queries), query_block, result)
+  log_sums = _join(log_sums, (*shape[:-1], 1), num_blocks)
+  return _join(out, shape, num_blocks), log_sums[..., 0]
+
+
+def _backward(
+    queries, keys, values, end, blocks, log_sums, deltas, cotangent
+):
+  """Returns the gradients of `_forward`, as attention_pallas.backward does.
+
+  Scores are kept transposed, [keys, queries]: two of the three products of the
+  gradients then need no turned operand, which costs twice as much on CPU.
+  """
+  shapes = queries.shape, keys.shape
+  num_blocks = blocks.shape[1]
+  layout = _layout(end, blocks)
+  split = functools.partial(
+      _split, num_groups=keys.shape[1], num_blocks=num_blocks
+  )
+  queries, keys, values = split(queries), split(keys), split(values)
+  scale = queries.shape[-1] ** -0.5
+  queries, cotangent = queries * scale, split(cotangent)
+  log_sums = split(log_sums[..., None]).swapaxes(2, 3)
+  deltas = split(deltas[..., None]).swapaxes(2, 3)
+
+  def query_block(n, result):
+    q, d_out = _at(queries, n), _at(cotangent, n)
+    log_sum, delta = _at(log_sums, n), _at(deltas, n)
+
+    def key_block(t, carry):
+      d_q, d_keys, d_values = carry
+      k = layout.key_blocks[n, t]
+      key, value = _at(keys, k), _at(values, k)
+      mask = _mask(layout, n, k, q.shape[1]).T
+      scores = jnp.einsum('gjd,gid->gji', key, q)
+      weights = jnp.where(mask, jnp.exp(scores - log_sum), 0.0)
+      d_weights = jnp.einsum('gjd,gid->gji', value, d_out)
+      d_scores = weights * (d_weights - delta)
+      d_key = jnp.einsum('gji,gid->gjd', d_scores, q)
+      d_value = jnp.einsum('gji,gid->gjd', weights, d_out)
+      return (
+          d_q + jnp.einsum('gji,gjd->gid', d_scores, key),
+          _put(d_keys, _at(d_keys, k) + d_key, k),
+          _put(d_values, _at(d_values, k) + d_value, k),
+      )
+
+    d_queries, *rest = result
+    carry = (jnp.zeros_like(q), *rest)
+    d_q, *rest = lax.fori_loop(0, layout.count[n], key_block, carry)
+    return (_put(d_queries, d_q * scale, n), *rest)
+
+  result = jax.tree.map(jnp.zeros_like, (queries, keys, values))
+  result = lax.fori_loop(0, len(queries), query_block, result)
+  return tuple(
+      _join(x, shape, num_blocks)
+      for x, shape in zip(result, (shapes[0], shapes[1], shapes[1]))
+  )
