@@ -79,9 +79,11 @@ class Algorithm:
       **overrides: options of the estimator, and the arrays that it needs.
 
     Raises:
-      ValueError: if the estimator has no such option, or lacks what it needs.
+      ValueError: if the estimator has no such option, or lacks what it needs,
+        or the tree is no batch.
     """
     _check_options(self.name, self.estimator, overrides)
+    tree_lib.check_batch(tree)
     if 'anchors' in self.needs:
       check_anchors(self.name, tree)
     return self.estimator(tree, **overrides)
@@ -96,8 +98,9 @@ class Algorithm:
 
     Raises:
       ValueError: if the policy has no such option, lacks what it needs, or
-        there is none.
+        there is none, or the tree is no batch.
     """
+    tree_lib.check_batch(tree)
     if self.branch_policy is None:
       if overrides:
         raise ValueError(f'{self.name} does not branch; expected no options, '

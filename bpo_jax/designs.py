@@ -84,14 +84,18 @@ def variance_ratio(within: Sequence[float], remaining: Sequence[float],
     Branching Policy Optimization, theorem 4.3 (arXiv 2607.14171), restated; the
     rest is ours.
   """
-  checks.at_least('num_siblings', num_siblings, 2, ' (K)')
-  checks.at_least('num_backbones', num_backbones, 2,
-                  ', so that they are each other\'s baseline')
+  checks.whole('num_siblings', num_siblings, 2, ' (K)')
+  checks.whole('num_backbones', num_backbones, 2,
+               ', so that they are each other\'s baseline')
+  checks.between('rho', rho, 0, 1)
   information = remaining if information is None else information
   openness = [1.0] * len(within) if openness is None else openness
   lengths = {len(x) for x in (within, remaining, information, openness)}
   if len(lengths) > 1:
     raise ValueError(f'expected one entry a branch point, got {lengths}')
+  for name, numbers in (('within', within), ('remaining', remaining),
+                        ('information', information), ('openness', openness)):
+    checks.between(name, numbers, 0)
   n, k = num_backbones, num_siblings
   f, i, o = [1.0, *within], [1.0, *information, 0.0], [1.0, *openness]
   own = _own_variances(f, k)
@@ -168,8 +172,11 @@ def recommend(found: variance.Report, num_rollouts: float, *, rho: float = 0.5,
       range.
   """
   checks.at_least('num_rollouts', num_rollouts, 1, ' backbone')
-  checks.at_least('max_siblings', max_siblings, 2, ' (K)')
-  checks.at_least('max_points', max_points, 1, ' (M)')
+  checks.between('num_rollouts', num_rollouts, 1, checks.MOST)
+  checks.whole('max_siblings', max_siblings, 2, ' (K)')
+  checks.whole('max_points', max_points, 1, ' (M)')
+  checks.between('rho', rho, 0, 1)
+  checks.between('min_gain', min_gain, 0, 1)
   found = jax.device_get(found)
   whole = int(num_rollouts)
   fresh = Recommendation(1, 0, whole, (), 1.0, 1.0, float(whole))
@@ -180,7 +187,8 @@ def recommend(found: variance.Report, num_rollouts: float, *, rho: float = 0.5,
       for m in range(1, max_points + 1)
       for depths in itertools.combinations(bins, m)
       for k in range(2, max_siblings + 1)]
-  best = min((d for d in designs if d), key=lambda d: d.ratio, default=fresh)
+  known = (d for d in designs if d and np.isfinite(d.worst_ratio))
+  best = min(known, key=lambda d: d.ratio, default=fresh)
   gains = best.ratio <= 1 - min_gain and best.worst_ratio < 1
   return best if gains else fresh
 
@@ -205,11 +213,14 @@ def _design(found, depths, num_siblings, budget, rho):
         num_siblings=num_siblings, num_backbones=num_backbones, rho=rho)
 
   shares = found.by_depth
+  ends = np.stack([shares.share[at], shares.lower[at], shares.upper[at]])
+  if not np.all(np.isfinite(ends)):
+    return None  # What is not known is not taken for a gain.
   first = np.maximum(at * int(found.depth_width), 1)  # Not at the root.
   ratios = [ratio(s) for s in (shares.share, shares.lower, shares.upper)]
   return Recommendation(
       num_siblings, len(depths), num_backbones, tuple(first.tolist()),
-      float(ratios[0]), float(max(ratios)), float(num_backbones * each))
+      float(ratios[0]), float(np.max(ratios)), float(num_backbones * each))
 
 
 def to_arrays(chosen: Recommendation, found: variance.Report) -> depths.Design:
@@ -245,7 +256,12 @@ def next_design(sums: variance.Sums, *, num_rollouts: int = 16,
     explore: share of it that goes to forks at random depths, likewise.
     rho: trust in the siblings, as in `advantages.bpo_rb`.
     min_gain: least predicted gain, 0.05 for a ratio of at most 0.95.
+
+  Raises:
+    ValueError: if a number is out of range.
   """
+  checks.between('num_rollouts', num_rollouts, 1, checks.MOST)
+  checks.between('explore', explore, 0, 1)
   found = jax.device_get(variance.report_of(sums))
   budget = max(num_rollouts * (1 - explore), 1)
   return to_arrays(recommend(found, budget, rho=rho, min_gain=min_gain), found)

@@ -26,10 +26,13 @@ def graft(tree: tree_lib.Tree, chains: Sequence[tree_lib.Tree | None],
     ValueError: if there is not one chain, or None, for every tree, if it is no
       single path, or if its root differs from that of its tree.
   """
+  tree_lib.check_batch(tree)
   num_trees, num_nodes, num_tokens = np.shape(tree.tokens)
   if len(chains) != num_trees:
     raise ValueError(f'chains: expected {num_trees}, one a tree or None, got '
                      f'{len(chains)}')
+  for b, chain in enumerate(chains):
+    _check_chain(tree, chain, b)
   sizes = [chain.tokens.shape[1:] for chain in chains if chain is not None]
   extra, length = np.max([(1, 1), *sizes], axis=0)
   room = tree_lib.bucketed(num_nodes + int(extra) - 1, bucket)
@@ -38,7 +41,6 @@ def graft(tree: tree_lib.Tree, chains: Sequence[tree_lib.Tree | None],
   golden = np.zeros((num_trees, room), bool)
   for b, chain in enumerate(chains):
     if chain is not None:
-      _check_root(tree, chain, b)
       count = int(np.sum(chain.node_mask[0])) - 1
       start = 1 + int(np.flatnonzero(tree.node_mask[b])[-1])
       _place(fields, chain, b, start, count)
@@ -76,8 +78,14 @@ def _padded(tree, num_trees, num_nodes, num_tokens):
   return fields
 
 
-def _check_root(tree, chain, b):
-  """Refuses what is no single path from the prompt of the tree."""
+def _check_chain(tree, chain, b):
+  """Refuses what is neither None nor one path from the prompt of the tree."""
+  if chain is None:
+    return
+  if not isinstance(chain, tree_lib.Tree):
+    raise ValueError(f'chains: expected a Tree or None for tree {b}, got '
+                     f'{type(chain).__name__}')
+  tree_lib.check_batch(chain)
   real = int(np.sum(chain.node_mask[0])) if len(chain.node_mask) == 1 else 0
   path = np.arange(-1, real - 1)
   if not real or not np.array_equal(chain.parents[0, :real], path):
@@ -87,9 +95,12 @@ def _check_root(tree, chain, b):
   if not np.array_equal(tree.tokens[b, 0][mask], chain.tokens[0, 0][other]):
     raise ValueError(f'chains: expected the prompt of tree {b} at the root, '
                      'got another; a golden trajectory is of the same task')
-  if (chain.allowed is None) != (tree.allowed is None):
-    raise ValueError('chains: expected allowed sets on both or on neither of '
-                     f'tree {b} and its golden trajectory')
+  words, others = (
+      0 if x.allowed is None else x.allowed.shape[-1] for x in (tree, chain))
+  if words != others:
+    raise ValueError(
+        f'chains: expected allowed sets of {words} words, as those of tree '
+        f'{b}, got {others}; 0 is none')
 
 
 def _place(fields, chain, b, start, count):

@@ -16,8 +16,10 @@ from bpo_jax import masked
 from bpo_jax import objectives
 from bpo_jax import packing
 from bpo_jax import predictors
+from bpo_jax import sharding
 from bpo_jax import tree as trees
 from bpo_jax import types
+from bpo_jax.models import lora
 from bpo_jax.models import transformer
 
 
@@ -120,10 +122,14 @@ def warmup_cosine(progress: float, warmup: float, floor: float = 0.1) -> float:
 def init_state(
     params: dict, optimizer: optax.GradientTransformation, rng_key: jax.Array
 ) -> TrainState:
-  """Returns the state of a run that has done nothing yet."""
+  """Returns the state of a run that has done nothing yet.
+
+  Where the parameters have adapters, the optimiser knows these alone.
+  """
   zero = lambda: jnp.zeros((), jnp.int32)
+  trained, _ = lora.split(params)
   return TrainState(
-      params, optimizer.init(params), zero(), rng_key, zero(), zero(), zero(),
+      params, optimizer.init(trained), zero(), rng_key, zero(), zero(), zero(),
       jnp.asarray(_FIRST_THRESHOLD, jnp.float32), predictors.init(), {},
   )
 
@@ -270,6 +276,9 @@ def make_batches(
     credit: types.Credit,
     max_tokens: int,
     *,
+    layout: packing.Layout = 'trees',
+    row_length: int | None = None,
+    num_shards: int = 1,
     value_targets: np.ndarray | None = None,
     old_values: np.ndarray | None = None,
     debug: bool = False,
@@ -280,6 +289,10 @@ def make_batches(
     tree: B trees.
     credit: advantages and weights of their tokens, [B, N, T] each.
     max_tokens: bound on the tokens of a micro-batch, padding included.
+    layout: 'trees' runs each token once; 'paths' repeats what siblings share,
+      for losses that look at whole sequences.
+    row_length: longest row; None chooses it from the trees.
+    num_shards: devices that rows are parted over; `max_tokens` is for each.
     value_targets: [B, N, T] float, returns that a critic is to predict, reward
       units; None without a critic.
     old_values: [B, N, T] float, its predictions before the update, reward
@@ -302,10 +315,13 @@ def make_batches(
         _check_finite(name, values, tree.action_mask)
     weights = np.where(tree.action_mask, credit.weights, 0)
     checks.at_least('weights', float(np.min(weights)), 0)
+  if row_length is None and layout == 'trees':
+    row_length = packing.row_length_of(tree, max_tokens, num_shards)
   rows = packing.pack(
-      tree, credit, value_targets=value_targets, old_values=old_values
+      tree, credit, row_length, layout=layout, value_targets=value_targets,
+      old_values=old_values
   )
-  return packing.micro_batches(rows, max_tokens)
+  return packing.micro_batches(rows, max_tokens, num_shards=num_shards)
 
 
 def _check_finite(name, values, mask):
@@ -325,6 +341,7 @@ def make_update_fn(
     optimizer: optax.GradientTransformation,
     loss: Loss,
     temperature: float = 1.0,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Callable[..., tuple[TrainState, dict[str, float]]]:
   """Returns one optimiser step over a batch of any number of micro-batches.
 
@@ -337,35 +354,74 @@ def make_update_fn(
     optimizer: as by `make_optimizer`.
     loss: what is minimised.
     temperature: of the behaviour policy.
+    mesh: where the state lies, see `sharding.place`; None for one device.
 
   Returns:
     `update(state, batches, learning_rate, reference=None)` to the next state,
     whose arrays replace those of `state`, and metrics by name. `reference` are
     the parameters of the reference policy.
   """
-  accumulate = _make_accumulate(model, loss, temperature)
-  apply = _make_apply(optimizer)
+  accumulate = _make_accumulate(model, loss, temperature, mesh)
+  apply = _make_apply(optimizer, mesh)
 
   def update(state, batches, learning_rate, reference=None):
+    if loss.reducer != 'token_mean':
+      _check_paths(batches, loss.reducer)
     facts = batch_facts(batches, loss.reducer, loss.norm)
-    gradient = jax.tree.map(jnp.zeros_like, state.params)
+    trained, frozen = lora.split(state.params)
+    gradient = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype, device=_sharding(x)), trained)
     parts = []
     for rows in batches:
+      rows = sharding.place_rows(mesh, rows)
       gradient, part = accumulate(
-          gradient, state.params, reference, rows, facts
+          gradient, trained, frozen, reference, rows, facts
       )
       parts.append(part)
-    state, norms = apply(state, gradient, learning_rate)
+    # What stays does not pass through the step, which consumes its arguments.
+    state, norms = apply(
+        state._replace(params=trained), gradient, learning_rate)
+    state = state._replace(params=lora.join(state.params, frozen))
     norms = {name: float(norm) for name, norm in norms.items()}
     return state, _add_up(jax.device_get(parts), facts) | norms
 
   return update
 
 
-def _make_accumulate(model, loss, temperature):
-  """Returns what adds the gradient of a micro-batch to that of the others."""
+def _check_paths(batches, reducer) -> None:
+  """Refuses rows with more than a path in them to a reducer of sequences."""
+  for rows in batches:
+    lengths = np.sum(rows.token_mask, axis=1, keepdims=True)
+    if np.any(rows.token_mask & (rows.end != lengths)):
+      raise ValueError(
+          f"reducer {reducer}: expected rows of layout='paths', which hold a"
+          ' sequence each, got rows of trees')
 
-  def micro_loss(params, reference, rows, facts):
+
+def _sharding(x):
+  """Returns where an array lies; None for one that is yet on the host."""
+  return getattr(x, 'sharding', None)
+
+
+def make_gradient_fn(
+    model: transformer.Transformer, loss: Loss, temperature: float = 1.0
+) -> Callable[..., tuple[dict, tuple[dict, dict]]]:
+  """Returns the gradient of what a micro-batch adds to the loss; not jitted.
+
+  Args:
+    model: the policy network.
+    loss: what is minimised.
+    temperature: of the behaviour policy.
+
+  Returns:
+    `gradient(trained, frozen, reference, rows, facts)` to the gradient by
+    `trained`, and the sums of the terms and the metrics by name. The parameters
+    are as `lora.split` parts them; `reference` are those of the reference
+    policy, or None; `facts` are those of the whole batch.
+  """
+
+  def micro_loss(trained, frozen, reference, rows, facts):
+    params = lora.join(trained, frozen)
     outputs = packing.token_outputs(model, params, rows, temperature)
     reference_log_probs = None
     if reference is not None:
@@ -382,17 +438,23 @@ def _make_accumulate(model, loss, temperature):
     total = masked.divide(sum(sums.values()), facts.denominator)
     return total, (sums, metrics)
 
+  return jax.grad(micro_loss, has_aux=True)
+
+
+def _make_accumulate(model, loss, temperature, mesh):
+  """Returns what adds the gradient of a micro-batch to that of the others."""
+  gradient_fn = make_gradient_fn(model, loss, temperature)
+
   @functools.partial(jax.jit, donate_argnums=0)
-  def accumulate(gradient, params, reference, rows, facts):
-    new, part = jax.grad(micro_loss, has_aux=True)(
-        params, reference, rows, facts
-    )
-    return jax.tree.map(jnp.add, gradient, new), part
+  def accumulate(gradient, trained, frozen, reference, rows, facts):
+    new, part = gradient_fn(trained, frozen, reference, rows, facts)
+    total = jax.tree.map(jnp.add, gradient, new)
+    return sharding.constrain(mesh, total), part
 
   return accumulate
 
 
-def _make_apply(optimizer):
+def _make_apply(optimizer, mesh):
   """Returns the step along a gradient, which tells norms by name."""
 
   @functools.partial(jax.jit, donate_argnums=0)
@@ -408,6 +470,7 @@ def _make_apply(optimizer):
         optimizer_state=optimizer_state,
         update=state.update + 1,
     )
+    state = sharding.constrain(mesh, state)
     return state, {
         'gradient/norm': optax.global_norm(gradient),
         'parameters/norm': optax.global_norm(params),

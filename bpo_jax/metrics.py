@@ -14,6 +14,7 @@ import pathlib
 import shutil
 import statistics
 import sys
+import tempfile
 import time
 from typing import Any, NamedTuple, Protocol, TextIO
 
@@ -161,6 +162,40 @@ def _read_rows(
   return columns, [r for r in rows if int(r['update']) <= last_update]
 
 
+def check_writable(path: str | os.PathLike[str]) -> None:
+  """Refuses a file that cannot be written, before the work that fills it.
+
+  Makes its folder if there is none; what the file holds stays.
+
+  Raises:
+    OSError: if it is a folder, or its own folder cannot be written to.
+  """
+  path = pathlib.Path(path)
+  if path.is_dir():
+    raise IsADirectoryError(f'{path} is a folder; expected a file to write to')
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryFile(dir=path.parent):
+    pass
+  if path.exists() and not os.access(path, os.W_OK):
+    raise PermissionError(f'{path} cannot be written to')
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+  """Writes a file that is there whole or not at all.
+
+  Raises:
+    OSError: if it cannot be written; what was there before stays.
+  """
+  path = pathlib.Path(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  partial = path.with_name(path.name + '.partial')
+  with partial.open('w', newline='', encoding='utf-8') as file:
+    file.write(text)
+    file.flush()
+    os.fsync(file.fileno())
+  partial.replace(path)
+
+
 class TensorBoardWriter:
   """Writes TensorBoard event files."""
 
@@ -180,7 +215,8 @@ class TensorBoardWriter:
     except ImportError as error:
       raise ImportError(
           'writing TensorBoard files needs tensorboardX, which is not '
-          "installed: pip install 'bpo-jax[tensorboard]', or turn them off."
+          "installed: pip install -e '.[tensorboard]' in the clone, or turn "
+          'them off with --notensorboard.'
       ) from error
     self._writer = tensorboard.SummaryWriter(
         os.fspath(directory), purge_step=last_update + 1
@@ -240,6 +276,7 @@ class ProgressLine:
     self._clock = clock
     self._is_terminal = self._stream.isatty()
     self._last_shown = -math.inf
+    self._start = last_update
     self._history = collections.deque(
         [_Progress(clock(), last_update, 0, 0)], maxlen=_WINDOW + 1
     )
@@ -280,14 +317,28 @@ class ProgressLine:
   def _text(self, success: float, mean_return: float) -> str:
     first, now = self._history[0], self._history[-1]
     seconds = max(now.seconds - first.seconds, 1e-9)
-    updates_left = max(self.num_updates - now.update, 0)
-    left = updates_left * seconds / max(now.update - first.update, 1)
     return (
         f'update {now.update}/{self.num_updates}  success {success:.1%}  '
         f'return {mean_return:.3f}  '
         f'{(now.tokens - first.tokens) / seconds:,.0f} tokens/s  '
         f'{(now.steps - first.steps) / seconds:,.0f} steps/s  '
-        f'{duration(left)} left'
+        f'{self._time_left()} left'
+    )
+
+  def _time_left(self) -> str:
+    """Returns the time left at the rate of all updates but the run's first.
+
+    That one compiles what the others use; after it alone nothing is known.
+    """
+    updates_left = max(self.num_updates - self._history[-1].update, 0)
+    rated = [past for past in self._history if past.update > self._start]
+    if not updates_left:
+      return duration(0)
+    if len(rated) < 2:
+      return '?'
+    seconds = rated[-1].seconds - rated[0].seconds
+    return duration(
+        updates_left * seconds / max(rated[-1].update - rated[0].update, 1)
     )
 
   def _show(self, text: str) -> None:

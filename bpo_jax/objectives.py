@@ -164,8 +164,9 @@ def future_kl_surrogate(
   log_ratio = _log_ratio(
       log_probs, jax.lax.stop_gradient(behaviour_log_probs), mask)
   frozen = jax.lax.stop_gradient(log_ratio)
-  checks.at_least('future_half_life', future_half_life, 1e-3, ' tokens')
-  checks.at_least('future_max_ratio', future_max_ratio, 0)
+  checks.between('future_half_life', future_half_life, 1e-3)
+  checks.between('future_max_ratio', future_max_ratio, 0)
+  checks.between('future_high', future_high, 0)
   checks.between('future_low', future_low, 0, future_high)
   counted = masked.fill(frozen, frozen <= jnp.log(future_max_ratio))
   future = _discounted_future(counted, 2.0 ** (-1.0 / future_half_life), mask)
@@ -188,6 +189,7 @@ def kl(log_probs: chex.Array, reference_log_probs: chex.Array,
 
     k1 = d               k2 = d^2 / 2               k3 = exp(-d) - 1 + d
 
+  (where d < -20, exp is continued by its tangent, so that it stays finite).
   In expectation k1 and k3 are KL(policy || reference); k2 is to second order.
   Their gradients as terms of a loss, tokens held fixed, are other things:
   that of k1 vanishes; that of k2 is the gradient of KL(policy || reference);
@@ -213,14 +215,17 @@ def kl(log_probs: chex.Array, reference_log_probs: chex.Array,
   """
   checks.one_of('estimator', estimator, KlEstimator)
   mask = _mask_like(log_probs, mask)
-  difference = _log_ratio(
+  difference = _difference(
       log_probs, jax.lax.stop_gradient(reference_log_probs), mask)
   if estimator == 'k1':
     return difference
   if estimator == 'k2':
     return 0.5 * jnp.square(difference)
+  # Beyond the cap exp goes on along its tangent: it still pulls, and is finite.
   back = jnp.minimum(-difference, _MAX_LOG_RATIO)
-  return jnp.expm1(back) + difference
+  beyond = jnp.exp(_MAX_LOG_RATIO) * jnp.maximum(
+      -difference - _MAX_LOG_RATIO, 0)
+  return jnp.expm1(back) + beyond + difference
 
 
 def entropy_bonus(logits: chex.Array, mask: chex.Array | None = None
@@ -289,12 +294,13 @@ def golden_contrast(
     Gradients flow to the two log-probs of the policy that is trained.
 
   Raises:
-    ValueError: if the contrast is unknown.
+    ValueError: if the contrast is unknown, or a number out of range.
 
   References:
     Group Contrastive Policy Optimization, known by its abstract: read.
   """
   checks.one_of('contrast', contrast, Contrast)
+  checks.between('contrast_beta', contrast_beta, 0)
   golden_mask = _mask_like(golden_log_probs, golden_mask)
   failure_mask = _mask_like(failure_log_probs, failure_mask)
   if contrast == 'surrogate':
@@ -340,7 +346,7 @@ def value_loss(values: chex.Array, targets: chex.Array,
     alone.
 
   Raises:
-    ValueError: if there is a clip and no old values.
+    ValueError: if there is a clip and no old values, or it is negative.
 
   References:
     Schulman et al. 2017, equation 9 (arXiv 1707.06347), exact; the clip is that
@@ -352,6 +358,7 @@ def value_loss(values: chex.Array, targets: chex.Array,
   error = 0.5 * jnp.square(values - targets)
   if value_clip is None:
     return error
+  checks.between('value_clip', value_clip, 0)
   checks.given('old_values', old_values, 'value_clip',
                'the values before the update')
   old_values = jax.lax.stop_gradient(masked.fill(old_values, mask))
@@ -436,8 +443,8 @@ def check_reducer(reducer: str, norm: chex.Numeric | None = None) -> None:
   if (norm is None) == (reducer == 'sequence_sum_norm'):
     raise ValueError('norm: expected a number with sequence_sum_norm and None '
                      f'without; got {norm} with {reducer}')
-  if norm is not None and isinstance(norm, (int, float)) and not norm > 0:
-    raise ValueError(f'norm: expected a positive number, got {norm}')
+  if norm is not None:
+    checks.positive('norm', norm)
 
 
 def ratio_metrics(log_probs: chex.Array, behaviour_log_probs: chex.Array,
@@ -501,10 +508,15 @@ def _mask_like(values, mask):
   return jnp.ones(jnp.shape(values), bool) if mask is None else mask
 
 
-def _log_ratio(log_probs, other, mask):
-  """Returns log_probs - other, capped above, and 0 off the mask."""
+def _difference(log_probs, other, mask):
+  """Returns log_probs - other, float32, and 0 off the mask."""
   difference = masked.fill(log_probs, mask) - masked.fill(other, mask)
-  return jnp.minimum(difference.astype(jnp.float32), _MAX_LOG_RATIO)
+  return difference.astype(jnp.float32)
+
+
+def _log_ratio(log_probs, other, mask):
+  """Returns `_difference`, capped above so that exp of it is finite."""
+  return jnp.minimum(_difference(log_probs, other, mask), _MAX_LOG_RATIO)
 
 
 def _clip(ratio, advantages, low, high, dual_clip=None):

@@ -6,6 +6,8 @@ every update and are saved in a checkpoint like any pytree. What they predict
 says where to fork; it never enters a gradient.
 """
 
+import math
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -56,13 +58,11 @@ def init(*, num_depth_bins: int = 8, num_entropy_bins: int = 4,
   Raises:
     ValueError: if a size is out of range.
   """
-  checks.at_least('num_depth_bins', num_depth_bins, 1)
-  checks.at_least('num_entropy_bins', num_entropy_bins, 1)
-  checks.at_least('num_progress_bins', num_progress_bins, 1)
-  checks.at_least('depth_width', depth_width, 1)
-  if not entropy_width > 0:
-    raise ValueError(
-        f'entropy_width: expected a positive number, got {entropy_width}')
+  checks.whole('num_depth_bins', num_depth_bins)
+  checks.whole('num_entropy_bins', num_entropy_bins)
+  checks.whole('num_progress_bins', num_progress_bins)
+  checks.whole('depth_width', depth_width)
+  checks.positive('entropy_width', entropy_width)
   shape = (num_depth_bins, num_entropy_bins + 1, num_progress_bins)
   # An array each: a learner that donates its state gives every buffer once.
   zeros = lambda: jnp.zeros(shape, jnp.float32)
@@ -90,14 +90,13 @@ def update(statistics: Statistics, tree: tree_lib.Tree, *,
     progress: [B, N] in [0, 1]; None for `new_observations`.
 
   Raises:
-    ValueError: if `forgetting` is out of range.
+    ValueError: if `forgetting` or the threshold is out of range.
 
   References:
     TRACE (arXiv 2606.11119), the target of its predictor, restated.
   """
-  if not 0 <= forgetting <= 1:
-    raise ValueError(
-        f'forgetting: expected a number from 0 to 1, got {forgetting}')
+  checks.between('forgetting', forgetting, 0, 1)
+  checks.between('success_threshold', success_threshold, -math.inf)
   index = _bins(statistics, tree, progress)
   leaf, acts = tree_lib.is_leaf(tree), tree_lib.num_children(tree) > 0
   below = lambda x: masked.fill(walks.sum_below(x, tree.parents), acts)
@@ -139,7 +138,7 @@ def predict(statistics: Statistics, tree: tree_lib.Tree, *,
     is not known is not taken for open.
 
   Raises:
-    ValueError: if `smoothing` is negative.
+    ValueError: if `smoothing` is negative or not finite.
   """
   return _predict(
       statistics, statistics.successes, tree, smoothing, progress)
@@ -156,7 +155,7 @@ def remaining_steps(statistics: Statistics, tree: tree_lib.Tree, *,
     [B, N] float32, actions; 0 on padding and before the first update.
 
   Raises:
-    ValueError: if `smoothing` is negative.
+    ValueError: if `smoothing` is negative or not finite.
   """
   return _predict(statistics, statistics.steps, tree, smoothing, progress)
 
@@ -229,7 +228,7 @@ def _bins(statistics, tree, progress):
 
 
 def _predict(statistics, sums, tree, smoothing, progress):
-  checks.at_least('smoothing', smoothing, 0)
+  checks.between('smoothing', smoothing, 0)
   index = _bins(statistics, tree, progress)
   table = _smoothed(sums, statistics.visits, smoothing)
   return masked.fill(table[index], tree.node_mask)

@@ -42,14 +42,14 @@ def trajectory_dpo(tree: tree_lib.Tree, log_ratios: chex.Array | None = None,
     tree: [B, N, T].
     log_ratios: [B, N, T] float32, nats, log pi_phi - log pi_old of every action
       token.
-    beta: scale of the implicit reward.
+    beta: scale of the implicit reward, not negative.
 
   Returns:
     Credit of weight 1 at every action token of the batch's pairs. A token on
     several paths gets the sum of theirs. 0 where no pair differs.
 
   Raises:
-    ValueError: if there are no log_ratios.
+    ValueError: if there are no log_ratios, or beta is out of range.
 
   References:
     Rafailov et al. 2023, equation 7 (arXiv 2305.18290).
@@ -58,6 +58,7 @@ def trajectory_dpo(tree: tree_lib.Tree, log_ratios: chex.Array | None = None,
   checks.given('log_ratios', log_ratios, 'trajectory_dpo',
                '[B, N, T], log pi_phi - log pi_old')
   checks.shape('log_ratios', log_ratios, tree.tokens.shape)
+  checks.between('beta', beta, 0)
   leaf = tree_lib.is_leaf(tree)
   total = returns.centred_leaf_returns(tree)
   score = beta * path_sums(tree, jax.lax.stop_gradient(log_ratios))

@@ -6,6 +6,15 @@ of the cache row of its parent. Sandbox states are values behind handles, so a
 fork steps again from the state before the action, whoever stepped from it. A
 fork inside an action reads again what the action's decision read, is made to
 begin with the tokens that it keeps, and steps once, with the whole action.
+
+Where not all episodes fit in a batch (`max_rows`), the row of one that ends is
+taken by the next that waits, at once. Trees do not tell: every leaf has a key
+of its own, and nodes are laid down in the order in which they would have come
+had all run side by side.
+
+Memory: a token of a row costs 2 x layers x kv_heads x head_dim numbers, and
+while forks may still come a row of every episode is kept. Once the last stage
+has begun, only what its own forks inherit is.
 """
 
 import collections
@@ -18,6 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bpo_jax import archive
+from bpo_jax import batches
+from bpo_jax import checks
+from bpo_jax import decoding
 from bpo_jax import sampling
 from bpo_jax import tree as trees
 from bpo_jax import types
@@ -25,7 +38,6 @@ from bpo_jax.models import transformer
 
 _PROMPT_BUCKET = 16  # Tokens; bounds how many prefill shapes are compiled.
 _CACHE_BUCKET = 256  # Tokens a cache grows by.
-_MIN_ROWS = 16  # As for tokens: few shapes beat little padding.
 
 
 class Compute(NamedTuple):
@@ -42,6 +54,7 @@ class Rollout(NamedTuple):
   compute: Compute
   statuses: Mapping[int, int]  # how many steps ended with each status
   unspent: int = 0  # forks that the branch policies' budgets left over
+  utilisation: float = 1.0  # share of the rows that were run and had an episode
 
 
 class _Decision(NamedTuple):
@@ -60,91 +73,27 @@ class _Decision(NamedTuple):
   kept: int  # in `_Growth._decisions`: the tokens before the node begins
 
 
+class _Turn(NamedTuple):
+  """What an episode's turn leaves behind."""
+
+  fields: Mapping[str, Any]  # of its node
+  decision: _Decision
+
+
 class _Leaf:
-  """An episode in progress; its cache row is found by its number."""
+  """An episode; its cache row is found by its number."""
 
-  def __init__(self, number: int, tree: int, node: int):
+  def __init__(self, number: int, index: int, start: _Decision, node: int):
     self.number = number
-    self.tree = tree
-    self.node = node  # the last one so far
+    self.index = index  # among the leaves of its tree
+    self.start = start
+    self.tree = start.tree
+    self.node = node  # above the next one
+    self.turns: list[_Turn] = []
 
 
-def row_bucket(count: int) -> int:
-  """Returns the least of 16, 24, 32, 48, 64, 96, .. that holds `count` rows."""
-  size = _MIN_ROWS
-  while size < count:
-    size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
-  return size
-
-
-def shrunk_bucket(count: int) -> int:
-  """Returns the least of 16, 32, 64, .. that holds `count` rows.
-
-  Coarser than `row_bucket`: a batch that shrinks passes through every size.
-  """
-  return max(_MIN_ROWS, 1 << (int(count) - 1).bit_length())
-
-
-def _round_up(value: int, multiple: int) -> int:
-  return -(-value // multiple) * multiple
-
-
-@jax.jit
-def _take_rows(cache: sampling.Cache, rows: jax.Array) -> sampling.Cache:
-  return sampling.Cache(
-      jax.tree.map(lambda x: x[:, rows], cache.key_values), cache.lengths[rows]
-  )
-
-
+_prepare = jax.jit(decoding.prepare, static_argnums=0)
 _grow_cache = jax.jit(sampling.grow_cache, static_argnums=1)
-
-
-@jax.jit
-def _select(
-    mask: jax.Array, cache: sampling.Cache, other: sampling.Cache
-) -> sampling.Cache:
-  """Returns the rows of `cache` where the mask is True, else of `other`."""
-  wide = mask[None, :, None, None, None]
-  return sampling.Cache(
-      jax.tree.map(
-          lambda x, y: jnp.where(wide, x, y), cache.key_values, other.key_values
-      ),
-      jnp.where(mask, cache.lengths, other.lengths),
-  )
-
-
-class _Archive:
-  """The caches of all leaves so far, each as it was when last written."""
-
-  def __init__(self):
-    self._caches: list[sampling.Cache] = []
-    self._place: dict[int, tuple[int, int]] = {}
-
-  def add(self, cache: sampling.Cache, leaves: Sequence[int]) -> None:
-    """Keeps `cache`, whose first rows are those of `leaves`."""
-    for row, leaf in enumerate(leaves):
-      self._place[leaf] = len(self._caches), row
-    self._caches.append(cache)
-
-  def fork(self, leaves: Sequence[int], num_rows: int) -> sampling.Cache:
-    """Copies the rows of `leaves` to the first rows of a cache of `num_rows`.
-
-    Every step has the shape of whole caches, whichever rows are wanted, so that
-    no update compiles anything for the number of forks that it happens to have.
-    """
-    places = np.array([self._place[leaf] for leaf in leaves])
-    numbers = np.unique(places[:, 0])
-    size = max(self._caches[n].key_values.keys.shape[3] for n in numbers)
-    forked = None
-    for number in numbers:
-      is_here = np.zeros(num_rows, bool)
-      is_here[: len(leaves)] = places[:, 0] == number
-      index = np.zeros(num_rows, np.int32)
-      index[is_here] = places[places[:, 0] == number, 1]
-      part = _take_rows(self._caches[number], index)
-      part = _grow_cache(part, size)
-      forked = part if forked is None else _select(is_here, part, forked)
-    return forked
 
 
 class Grower:
@@ -162,6 +111,7 @@ class Grower:
       sampler: sampling.SamplerConfig,
       max_turns: int,
       debug: bool = False,
+      max_rows: int | None = None,
   ):
     """Compiles nothing yet.
 
@@ -171,8 +121,17 @@ class Grower:
       sampler: how actions are drawn.
       max_turns: actions after which an episode is truncated.
       debug: whether every call checks the trees that it grew.
+      max_rows: episodes that run at once, at most; the others wait for a row.
+        None runs all of a stage at once. Trees do not depend on it, but for
+        what log-probs owe to rounding.
+
+    Raises:
+      ValueError: if `max_rows` is below 1, or the sampler is not the model's.
     """
+    if max_rows is not None:
+      checks.at_least('max_rows', max_rows, 1)
     self.debug = debug
+    self.max_rows = max_rows
     self.model_config = model.config
     self.environment = environment
     self.max_turns = max_turns
@@ -180,12 +139,17 @@ class Grower:
     self.chunk = 1 + environment.codec.observation_length
     self.action_length = sampler.action_length
     self.turn_length = self.chunk + self.action_length
-    self.prefill = jax.jit(sampling.make_prefill(model), donate_argnums=1)
+    self.prefill = jax.jit(decoding.make_prefill(model), donate_argnums=1)
     # The rows are donated: a turn writes the cache where it lies.
-    self.act = jax.jit(sampling.make_act(model, sampler), donate_argnums=1)
+    self.act = jax.jit(decoding.make_act(model, sampler), donate_argnums=1)
     self.advance = jax.jit(
         sampling.make_advance(environment.step, max_turns), donate_argnums=0
     )
+
+  def num_rows(self, count: int) -> int:
+    """Returns how many rows are run for `count` episodes."""
+    num_rows = batches.row_bucket(count)
+    return min(num_rows, self.max_rows or num_rows)
 
   def grow(
       self,
@@ -232,7 +196,8 @@ class Grower:
           tree = growth.tree()
       if self.debug:
         tree.validate()
-      return Rollout(tree, growth.compute, growth.statuses, unspent)
+      return Rollout(tree, growth.compute, growth.statuses, unspent,
+                     growth.utilisation())
     finally:
       growth.release()
 
@@ -243,24 +208,30 @@ class _Growth:
   def __init__(self, grower: Grower, params, tasks, rng_key, greedy: bool):
     self._grower = grower
     self._params = params
+    self._prepared = _prepare(grower.model_config, params)
     self._tasks = tasks
     self._greedy = greedy
     self._task_keys = jax.vmap(jax.random.fold_in, (None, 0))(
         rng_key, np.arange(len(tasks))
     )
-    self._archive = _Archive()
+    self._archive = archive.Archive(grower.model_config)
     self._builders = [trees.TreeBuilder() for _ in tasks]
     # By the handle of a node that begins at or inside the decision's action.
     self._decisions: list[dict[int, _Decision]] = [{} for _ in tasks]
     self._num_leaves_of = [0] * len(tasks)
     self._num_leaves = 0
     self._handles: list[int] = []
+    self._rows_run = 0
     self.compute = Compute(0, 0)
     self.statuses: collections.Counter[int] = collections.Counter()
 
   def tree(self) -> trees.Tree:
     """Returns the trees as they are now, padded to a bucket."""
     return trees.stack(self._builders)
+
+  def utilisation(self) -> float:
+    """Returns the share of all rows of all turns that had an episode."""
+    return self.compute.environment_steps / max(1, self._rows_run)
 
   def release(self) -> None:
     """Gives back every state that was taken."""
@@ -275,7 +246,7 @@ class _Growth:
     self._handles.extend(first.handles.tolist())
     # A prompt's cache row is that of leaf -1 - tree: of no episode.
     owners = [-1 - tree for tree in range(num_tasks)]
-    self._archive.add(self._read_prompts(prompts), owners)
+    self._read_prompts(prompts, owners)
     decisions, roots = [], []
     for tree, prompt in enumerate(prompts):
       pending = np.zeros(self._grower.chunk, np.int32)
@@ -343,18 +314,24 @@ class _Growth:
         known[tail] = decisions[i]
     return decisions, heads
 
-  def _read_prompts(self, prompts: list[list[int]]) -> sampling.Cache:
-    """Returns a cache of all prompts, each without its last token."""
-    num_rows = row_bucket(len(prompts))
-    lengths = np.zeros(num_rows, np.int32)
-    lengths[: len(prompts)] = [len(prompt) - 1 for prompt in prompts]
-    width = _round_up(max(1, lengths.max()), _PROMPT_BUCKET)
-    tokens = np.zeros((num_rows, width), np.int32)
-    for row, prompt in enumerate(prompts):
-      tokens[row, : lengths[row]] = prompt[:-1]
-    size = _round_up(width + self._grower.turn_length, _CACHE_BUCKET)
-    cache = sampling.empty_cache(self._grower.model_config, num_rows, size)
-    return self._grower.prefill(self._params, cache, tokens, lengths)
+  def _read_prompts(
+      self, prompts: list[list[int]], owners: Sequence[int]
+  ) -> None:
+    """Keeps a cache row of each prompt, without the prompt's last token."""
+    num_rows = self._grower.num_rows(len(prompts))
+    width = max(len(prompt) for prompt in prompts) - 1
+    width = batches.round_up(max(1, width), _PROMPT_BUCKET)
+    size = batches.round_up(width + self._grower.turn_length, _CACHE_BUCKET)
+    for start in range(0, len(prompts), num_rows):
+      lengths = np.zeros(num_rows, np.int32)
+      tokens = np.zeros((num_rows, width), np.int32)
+      for row, prompt in enumerate(prompts[start:start + num_rows]):
+        lengths[row] = len(prompt) - 1
+        tokens[row, : lengths[row]] = prompt[:-1]
+      cache = sampling.empty_cache(self._grower.model_config, num_rows, size)
+      cache = self._grower.prefill(self._params, cache, tokens, lengths)
+      read = owners[start:start + num_rows]
+      self._archive.add(cache, dict(enumerate(read)))
 
   def _run(
       self,
@@ -364,12 +341,20 @@ class _Growth:
       is_last: bool,
   ) -> None:
     """Runs an episode from each decision, below its node, to its end."""
-    rows, leaves = self._start(decisions, nodes)
-    while True:
+    leaves = self._new_leaves(decisions, nodes)
+    waiting = collections.deque(leaves)
+    if is_last:
+      self._archive.keep([leaf.start.leaf for leaf in leaves])
+    rows, seats = self._first_rows(waiting)
+    active = np.zeros(len(seats), bool)
+    while waiting or active.any():
+      if not active.all():
+        rows, seats = self._fill(rows, seats, active, waiting, is_last)
       rows = self._make_room(rows)
-      before = _to_host(rows)
+      before = batches.to_host(rows)
       with self._timed('network'):
-        rows, actions = self._grower.act(self._params, rows)
+        rows = batches.narrow(rows, before)
+        rows, actions = self._grower.act(self._prepared, rows)
         jax.block_until_ready(actions)
       with self._timed('environment'):
         rows, result = self._grower.advance(rows, actions)
@@ -377,18 +362,53 @@ class _Growth:
       # First of all, so that whatever fails from here on leaks no state.
       self._handles += result.handles[result.handles > 0].tolist()
       with self._timed('records'):
-        self._record(before, actions, result, leaves, birth)
+        self._record(before, actions, result, seats)
       self._grower.environment.raise_pending()
       active = np.array(rows.active)
-      if not active.any():
-        break
-      num_rows = shrunk_bucket(active.sum())
-      if num_rows < len(active):
-        if not is_last:
-          self._archive.add(rows.cache, [leaf.number for leaf in leaves])
-        rows, leaves = _close_ranks(rows, leaves, active, num_rows)
     if not is_last:
-      self._archive.add(rows.cache, [leaf.number for leaf in leaves])
+      self._archive.add(rows.cache, _numbers(seats))
+    with self._timed('records'):
+      self._lay(leaves, birth)
+
+  def _fill(
+      self,
+      rows: sampling.Rows,
+      seats: list[_Leaf | None],
+      active: np.ndarray,
+      waiting: collections.deque[_Leaf],
+      is_last: bool,
+  ) -> tuple[sampling.Rows, list[_Leaf | None]]:
+    """Gives free rows to who waits; where nobody does, closes the ranks.
+
+    The tail of long episodes would otherwise pay for rows that ended long ago.
+
+    Args:
+      rows: the batch.
+      seats: whose rows these are.
+      active: [R] bool, rows whose episode goes on.
+      waiting: episodes to come; those that get a row are taken off.
+      is_last: whether nothing is forked from these episodes.
+    """
+    num_rows = len(seats) if waiting else batches.shrunk_bucket(active.sum())
+    if not waiting and num_rows >= len(seats):
+      return rows, seats
+    ended = {row: leaf for row, leaf in enumerate(seats) if not active[row]}
+    if not is_last:
+      self._archive.put(rows.cache, _numbers(ended))
+    if not waiting:
+      kept = np.flatnonzero(active)
+      nobody = [None] * (num_rows - len(kept))
+      rows = batches.close_ranks(rows, kept, num_rows)
+      return rows, [*(seats[row] for row in kept), *nobody]
+    new = [waiting.popleft() for _ in range(min(len(ended), len(waiting)))]
+    seats = [None if row in ended else leaf for row, leaf in enumerate(seats)]
+    taken = list(ended)[: len(new)]
+    for row, leaf in zip(taken, new):
+      seats[row] = leaf
+    rows = self._seat(rows, taken, new)
+    if is_last:
+      self._archive.keep([leaf.start.leaf for leaf in waiting])
+    return rows, seats
 
   @contextlib.contextmanager
   def _timed(self, part: str) -> Iterator[None]:
@@ -396,55 +416,78 @@ class _Growth:
     yield
     self._grower.seconds[part] += time.perf_counter() - start
 
-  def _start(
+  def _new_leaves(
       self, decisions: list[_Decision], nodes: list[int]
-  ) -> tuple[sampling.Rows, list[_Leaf]]:
-    """Returns the rows of new leaves that go on from `nodes`."""
-    numbered = []
-    for decision in decisions:
-      numbered.append((decision, self._num_leaves_of[decision.tree]))
+  ) -> list[_Leaf]:
+    """Returns leaves that go on from `nodes`; none has a row yet."""
+    leaves = []
+    for decision, node in zip(decisions, nodes):
+      index = self._num_leaves_of[decision.tree]
+      leaves.append(_Leaf(self._num_leaves, index, decision, node))
       self._num_leaves_of[decision.tree] += 1
-    num_rows = row_bucket(len(decisions))
-    cache = self._archive.fork([d.leaf for d in decisions], num_rows)
-    # Rows that pad the bucket repeat the last decision, and are never active.
-    padded = numbered + numbered[-1:] * (num_rows - len(numbered))
-    column = lambda name: np.array([getattr(d, name) for d, _ in padded])
+      self._num_leaves += 1
+    return leaves
+
+  def _first_rows(
+      self, waiting: Sequence[_Leaf]
+  ) -> tuple[sampling.Rows, list[None]]:
+    """Returns rows without an episode, of the sizes that are going to run."""
+    num_rows = self._grower.num_rows(len(waiting))
+    size = self._archive.length([leaf.start.leaf for leaf in waiting])
+    rows = self._columns([waiting[0]] * num_rows)
+    cache = sampling.empty_cache(self._grower.model_config, num_rows, size)
+    rows = rows._replace(cache=cache, active=jnp.zeros(num_rows, bool))
+    return rows, [None] * num_rows
+
+  def _columns(self, leaves: Sequence[_Leaf]) -> sampling.Rows:
+    """Returns rows at the start of each of the leaves, without their cache."""
+    starts = [leaf.start for leaf in leaves]
+    column = lambda name: np.array([getattr(start, name) for start in starts])
     is_forced = np.arange(self._grower.action_length) < column('kept')[:, None]
-    fold_in = jax.vmap(jax.random.fold_in)
-    rows = sampling.Rows(
-        cache=cache._replace(lengths=jnp.asarray(column('length'), jnp.int32)),
+    num_rows = len(leaves)
+    return sampling.Rows(
+        cache=None,
         pending=jnp.asarray(column('pending')),
         pending_length=jnp.asarray(column('pending_length'), jnp.int32),
         commands=jnp.asarray(column('commands')),
         handles=jnp.asarray(column('handle'), jnp.int32),
-        active=jnp.arange(num_rows) < len(decisions),
-        keys=fold_in(
-            self._task_keys[column('tree')], np.array([i for _, i in padded])
+        active=jnp.ones(num_rows, bool),
+        keys=jax.vmap(jax.random.fold_in)(
+            self._task_keys[column('tree')],
+            np.array([leaf.index for leaf in leaves]),
         ),
         turns=jnp.asarray(column('turn'), jnp.int32),
         greedy=jnp.full(num_rows, self._greedy),
         forced=jnp.asarray(np.where(is_forced, column('action'), 0)),
         num_forced=jnp.asarray(column('kept'), jnp.int32),
     )
-    leaves = [
-        _Leaf(self._num_leaves + i, decision.tree, node)
-        for i, (decision, node) in enumerate(zip(decisions, nodes))
-    ]
-    self._num_leaves += len(leaves)
-    return rows, leaves
+
+  def _seat(
+      self, rows: sampling.Rows, taken: Sequence[int], leaves: Sequence[_Leaf]
+  ) -> sampling.Rows:
+    """Returns the rows with `leaves` at the start in the rows `taken`."""
+    place = np.zeros(len(rows.active), int)
+    place[taken] = np.arange(len(leaves))
+    is_new = np.isin(np.arange(len(place)), taken)
+    new = self._columns([leaves[i] for i in place])
+    cache, starts = rows.cache, [leaf.start for leaf in leaves]
+    cache = self._archive.fork(cache, taken, [start.leaf for start in starts])
+    lengths = np.array(cache.lengths)
+    lengths[taken] = [start.length for start in starts]
+    rows = batches.reseat(is_new, new, rows._replace(cache=None))
+    return rows._replace(cache=cache._replace(lengths=jnp.asarray(lengths)))
 
   def _make_room(self, rows: sampling.Rows) -> sampling.Rows:
     """Returns the rows with a cache that holds one more turn of each."""
-    size = rows.cache.key_values.keys.shape[3]
     used = np.array(rows.cache.lengths) * np.array(rows.active)
     needed = int(used.max()) + self._grower.turn_length
-    if needed <= size:
+    if needed <= sampling.cache_length(rows.cache):
       return rows
-    size = _round_up(needed, _CACHE_BUCKET)
+    size = batches.round_up(needed, _CACHE_BUCKET)
     return rows._replace(cache=_grow_cache(rows.cache, size))
 
-  def _record(self, before, actions, result, leaves, birth) -> None:
-    """Adds a node for each action of a turn, and what a fork there needs."""
+  def _record(self, before, actions, result, seats) -> None:
+    """Keeps a node for each action of a turn, and what a fork there needs."""
     ended = result.terminal | result.truncated
     # What an episode's last action showed was never read by the policy.
     shown = np.where(ended, 0, result.observation_length)
@@ -463,10 +506,9 @@ class _Growth:
     if allowed is not None:
       allowed = np.pad(allowed, ((0, 0), (0, off), (0, 0)))
     for row in np.flatnonzero(before.active):
-      leaf, kept = leaves[row], keep[row]
-      node = self._builders[leaf.tree].add(
-          leaf.node,
-          tokens[row, kept],
+      leaf, kept = seats[row], keep[row]
+      fields = dict(
+          tokens=tokens[row, kept],
           action_mask=is_action[row, kept],
           behaviour_log_probs=log_probs[row, kept],
           entropies=entropies[row, kept],
@@ -474,22 +516,31 @@ class _Growth:
           reward=float(result.rewards[row]),
           terminal=bool(result.terminal[row]),
           truncated=bool(result.truncated[row] and not result.terminal[row]),
-          birth=birth,
           anchor=int(result.anchor[row]),
       )
-      self._decisions[leaf.tree][node] = _Decision(
+      leaf.turns.append(_Turn(fields, _Decision(
           leaf.tree, leaf.number, int(before.lengths[row]),
           before.pending[row], int(before.pending_length[row]),
           before.commands[row], int(before.handles[row]),
           int(before.turns[row]), actions.tokens[row],
           int(before.num_forced[row]),
-      )
-      leaf.node = node
+      )))
     self.statuses.update(result.status[before.active].tolist())
+    self._rows_run += len(seats)
     self.compute = Compute(
         self.compute.environment_steps + int(before.active.sum()),
         self.compute.generated_tokens + int(is_drawn.sum()),
     )
+
+  def _lay(self, leaves: Sequence[_Leaf], birth: int) -> None:
+    """Adds the nodes of all turns, as if the leaves had run side by side."""
+    for turn in range(max(len(leaf.turns) for leaf in leaves)):
+      for leaf in leaves:
+        if turn < len(leaf.turns):
+          fields, decision = leaf.turns[turn]
+          leaf.node = self._builders[leaf.tree].add(
+              leaf.node, birth=birth, **fields)
+          self._decisions[leaf.tree][leaf.node] = decision
 
 
 def _check_plan(tree: trees.Tree, plan: types.BranchPlan) -> None:
@@ -505,40 +556,8 @@ def _check_plan(tree: trees.Tree, plan: types.BranchPlan) -> None:
       )
 
 
-class _HostRows(NamedTuple):
-  """`sampling.Rows` without what stays on the device, as copies."""
-
-  lengths: np.ndarray
-  pending: np.ndarray
-  pending_length: np.ndarray
-  commands: np.ndarray
-  handles: np.ndarray
-  active: np.ndarray
-  turns: np.ndarray
-  num_forced: np.ndarray
-
-
-def _to_host(rows: sampling.Rows) -> _HostRows:
-  # Copies: on CPU a view would lie in a buffer that the turn is about to write.
-  return _HostRows(
-      np.array(rows.cache.lengths),
-      *(np.array(getattr(rows, name)) for name in _HostRows._fields[1:]),
-  )
-
-
-def _close_ranks(
-    rows: sampling.Rows,
-    leaves: list[_Leaf],
-    active: np.ndarray,
-    num_rows: int,
-) -> tuple[sampling.Rows, list[_Leaf]]:
-  """Returns the active rows alone, padded to `num_rows`.
-
-  The tail of long episodes would otherwise pay for rows that ended long ago.
-  """
-  kept = np.flatnonzero(active)
-  index = np.pad(kept, (0, num_rows - len(kept)))
-  is_real = jnp.arange(num_rows) < len(kept)
-  small = jax.tree.map(lambda x: x[index], rows._replace(cache=None))
-  small = small._replace(cache=_take_rows(rows.cache, index), active=is_real)
-  return small, [leaves[row] for row in kept]
+def _numbers(seats: Sequence[_Leaf | None] | Mapping[int, _Leaf | None]
+             ) -> dict[int, int]:
+  """Returns the number of the leaf of each row that has one."""
+  rows = seats.items() if isinstance(seats, Mapping) else enumerate(seats)
+  return {row: leaf.number for row, leaf in rows if leaf is not None}

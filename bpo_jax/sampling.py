@@ -1,21 +1,23 @@
-"""One turn of many episodes at once: read the observation, draw an action.
+"""What one turn of many episodes is made of: rows, caches, draws.
 
-`act` is one jitted call a turn with a donated state. It feeds the tokens that
-the environment added since the last turn, draws an action token by token, and
-writes all their keys and values to the cache in one scatter; `advance` then
-steps the sandboxes through the one host callback. Rows are ragged: each has its
-own write index, so padding never reaches a cache, and a fork is a copy of its
-parent's row.
+`decoding` reads the observation and draws an action with these; `make_advance`
+then steps the sandboxes through the one host callback. Rows are ragged: each
+has its own write index, so padding never reaches a cache, and a fork is a copy
+of its parent's row.
 """
 
 from collections.abc import Callable
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from bpo_jax import checks
 from bpo_jax.models import transformer
+
+_BLOCK = 1024  # Tokens of a vocabulary that are summed up flat.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,17 +29,46 @@ class SamplerConfig:
     constrained: draw only tokens that continue an admissible command, with the
       distribution renormalised over them; the learner renormalises alike.
     temperature: divides the logits, here and in the learner.
+    stop: sequences of tokens that end a free action, their own tokens being
+      drawn like all others; where there are none, token 0 ends it. An action
+      that is constrained ends with its command.
   """
 
   action_length: int = 3
   constrained: bool = True
   temperature: float = 1.0
+  stop: tuple[tuple[int, ...], ...] = ()
+
+  def __post_init__(self):
+    checks.at_least('action_length', self.action_length, 1)
+    if not 0 < self.temperature < math.inf:
+      raise ValueError(
+          'temperature: expected a finite number above 0, got'
+          f' {self.temperature}; for the likeliest tokens grow with greedy=True'
+      )
+    if self.stop and self.constrained:
+      raise ValueError(
+          'stop: expected none where actions are constrained, which end with'
+          f' their commands, got {self.stop}; set constrained=False or leave'
+          ' them out'
+      )
+    for sequence in self.stop:
+      if not 0 < len(sequence) <= self.action_length or min(sequence) < 0:
+        raise ValueError(
+            'stop: expected sequences of 1 to'
+            f' action_length={self.action_length} token ids, got {sequence};'
+            ' an action could never end with it'
+        )
 
 
 class Cache(NamedTuple):
-  """Keys and values of R paths; row r holds its first `lengths[r]` tokens."""
+  """Keys and values of R paths; row r holds its first `lengths[r]` tokens.
 
-  key_values: transformer.KeyValues  # [layers, R, G, S, head_dim]
+  Every layer has arrays of its own: an array of all layers would be copied
+  layer by layer with every token that reads it.
+  """
+
+  key_values: transformer.KeyValues  # [R, G, S, head_dim] a layer
   lengths: jax.Array  # [R] int32
 
 
@@ -68,7 +99,17 @@ class Actions(NamedTuple):
 
 
 def pack_bits(allowed: jax.Array) -> jax.Array:
-  """Packs [..., V] bool into [..., V / 32] uint32; token v is bit v % 32."""
+  """Packs [..., V] bool into [..., V / 32] uint32; token v is bit v % 32.
+
+  Raises:
+    ValueError: if V is not a multiple of 32.
+  """
+  if allowed.shape[-1] % 32:
+    raise ValueError(
+        'expected a vocabulary of a multiple of 32 tokens where actions are'
+        f' constrained, got {allowed.shape[-1]}; pad it with tokens that are'
+        ' never used, or draw unconstrained'
+    )
   words = allowed.reshape(*allowed.shape[:-1], -1, 32).astype(jnp.uint32)
   return jnp.sum(words << jnp.arange(32, dtype=jnp.uint32), axis=-1).astype(
       jnp.uint32
@@ -134,11 +175,37 @@ def turn_uniforms(keys: jax.Array, turns: jax.Array, length: int) -> jax.Array:
   return jax.vmap(of_row)(keys, turns)
 
 
+def _pick(
+    weights: jax.Array, targets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns where the running sum of weights first exceeds a share of itself.
+
+  Args:
+    weights: [R, n] float32, at least 0, one above 0 in each row.
+    targets: [R] float32, a target below the sum; one that is not, by a rounding
+      error, picks the last weight above 0.
+
+  Returns:
+    index: [R] int32 of a weight above 0.
+    rest: [R] float32, by how much the target exceeds the sum before it.
+  """
+  # A sum over blocks is not quite flat where nothing is added.
+  sums = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0.0)
+  # Of the sum as it came out, which may be a rounding short of the target.
+  most = jnp.max(sums, axis=-1) * (1 - 2.0**-23)
+  targets = jnp.clip(targets, 0.0, most)[:, None]
+  index = jnp.argmax(sums > targets, axis=-1)[:, None]
+  before = jnp.take_along_axis(sums - weights, index, axis=-1)
+  return index[:, 0].astype(jnp.int32), (targets - before)[:, 0]
+
+
 def inverse_cdf(log_probs: jax.Array, uniforms: jax.Array) -> jax.Array:
   """Returns the tokens that uniform draws pick from their distributions.
 
-  One draw a token instead of one a vocabulary entry, as Gumbel noise needs.
-  A token of probability zero is never picked.
+  One draw a token instead of one a vocabulary entry, as Gumbel noise needs. Of
+  a large vocabulary a block is picked first and then a token in it, since a
+  running sum of all tokens costs more than all else that a draw does. A token
+  of probability zero is never picked.
 
   Args:
     log_probs: [R, V] float32; very negative where a token cannot be drawn.
@@ -148,13 +215,21 @@ def inverse_cdf(log_probs: jax.Array, uniforms: jax.Array) -> jax.Array:
     [R] int32, the first token whose cumulative probability exceeds the draw.
   """
   probs = jnp.exp(log_probs)
-  # A sum over blocks is not quite flat where nothing is added.
-  cumulative = jnp.where(probs > 0, jnp.cumsum(probs, axis=-1), 0.0)
-  # Of the sum as it came out, which may be a rounding short of 1.
-  total = jnp.max(cumulative, axis=-1, keepdims=True)
-  return jnp.argmax(
-      cumulative > uniforms[:, None] * total, axis=-1
-  ).astype(jnp.int32)
+  num_rows, vocab_size = probs.shape
+  if vocab_size <= _BLOCK:
+    return _pick(probs, uniforms * _total(probs))[0]
+  padded = jnp.pad(probs, ((0, 0), (0, -vocab_size % _BLOCK)))
+  blocks = padded.reshape(num_rows, -1, _BLOCK)
+  sums = jnp.sum(blocks, axis=-1)
+  block, rest = _pick(sums, uniforms * _total(sums))
+  inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+  return block * _BLOCK + _pick(inside, rest)[0]
+
+
+def _total(weights: jax.Array) -> jax.Array:
+  """Returns [R], the running sum at its end, as `_pick` comes to it."""
+  sums = jnp.cumsum(weights, axis=-1)
+  return jnp.max(jnp.where(weights > 0, sums, 0.0), axis=-1)
 
 
 def continuations(
@@ -171,15 +246,50 @@ def continuations(
   Returns:
     [R, V] bool; all False where the action is complete.
   """
-  is_drawn = jnp.arange(commands.shape[-1]) < step
-  matches = jnp.all(
-      (commands == drawn[:, None]) | ~is_drawn, axis=-1
-  )  # [R, A]
-  following = jax.lax.dynamic_index_in_dim(commands, step, 2, keepdims=False)
-  matches &= following != 0
+  following = _following(commands, drawn, step)
   rows = jnp.arange(commands.shape[0])[:, None]
   allowed = jnp.zeros((commands.shape[0], vocab_size), bool)
-  return allowed.at[rows, following].max(matches)
+  return allowed.at[rows, following].max(following != 0)
+
+
+def _following(
+    commands: jax.Array, drawn: jax.Array, step: jax.Array
+) -> jax.Array:
+  """Returns [R, A] int32, each command's next token; 0 where it has none."""
+  size = commands.shape[-1]
+  is_drawn = jnp.arange(size) < step
+  matches = jnp.all((commands == drawn[:, None]) | ~is_drawn, axis=-1)
+  matches &= step < size  # An index beyond would be that of the last token.
+  following = jax.lax.dynamic_index_in_dim(commands, step, 2, keepdims=False)
+  return jnp.where(matches, following, 0)
+
+
+def is_unfinished(
+    config: SamplerConfig,
+    commands: jax.Array,
+    drawn: jax.Array,
+    step: jax.Array,
+) -> jax.Array:
+  """Whether the actions begun go on after `step` tokens.
+
+  Args:
+    config: says what ends an action.
+    commands: [R, A, U] int32, read where actions are constrained.
+    drawn: [R, U] int32, of which the first `step` columns count.
+    step: [] int32, at least 0.
+
+  Returns:
+    [R] bool. An action that ended before is for the caller to remember.
+  """
+  if config.constrained:
+    return jnp.any(_following(commands, drawn, step) != 0, axis=-1)
+  stopped = jnp.zeros(drawn.shape[0], bool)
+  for sequence in config.stop or ((0,),):
+    place = step - len(sequence) + jnp.arange(len(sequence))
+    tail = jnp.take(drawn, place, axis=1, mode='clip')
+    matches = jnp.all(tail == jnp.asarray(sequence, jnp.int32), axis=1)
+    stopped |= matches & (step >= len(sequence))
+  return ~stopped
 
 
 def allowed_sets(
@@ -204,195 +314,89 @@ def empty_cache(
     config: transformer.TransformerConfig, num_rows: int, length: int
 ) -> Cache:
   """Returns a cache for `num_rows` paths of up to `length` tokens."""
-  shape = (
-      config.num_layers,
-      num_rows,
-      config.num_kv_heads,
-      length,
-      config.head_dim,
+  shape = (num_rows, config.num_kv_heads, length, config.head_dim)
+  dtype = jnp.dtype(config.dtype)
+  layers = lambda: tuple(
+      jnp.zeros(shape, dtype) for _ in range(config.num_layers)
   )
   return Cache(
-      transformer.KeyValues(jnp.zeros(shape), jnp.zeros(shape)),
-      jnp.zeros(num_rows, jnp.int32),
+      transformer.KeyValues(layers(), layers()), jnp.zeros(num_rows, jnp.int32)
   )
+
+
+def cache_length(cache: Cache) -> int:
+  """Returns S, the tokens that a row has room for."""
+  return cache.key_values.keys[0].shape[2]
 
 
 def grow_cache(cache: Cache, length: int) -> Cache:
   """Returns the same cache with room for `length` tokens."""
-  extra = length - cache.key_values.keys.shape[3]
-  widen = lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, extra), (0, 0)))
+  extra = length - cache_length(cache)
+  widen = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0)))
   return cache._replace(key_values=jax.tree.map(widen, cache.key_values))
 
 
+def copy_rows(
+    cache: Cache,
+    source: Cache,
+    to: jax.Array,
+    origin: jax.Array,
+    count: jax.Array,
+) -> Cache:
+  """Copies rows of one cache into another, of which a fork is made.
+
+  Args:
+    cache: where rows go; its others stay.
+    source: where they come from. Of rows of another size, as much is copied as
+      both have; the caller sees to the room.
+    to: [K] int32, rows of `cache`.
+    origin: [K] int32, rows of `source`.
+    count: [] int32, how many of the K are copied; the others are padding.
+  """
+  size = min(cache_length(cache), cache_length(source))
+  to, origin = jnp.asarray(to), jnp.asarray(origin)
+
+  def copy(i, cache):
+    def copied(x, y):
+      row = jax.lax.dynamic_slice_in_dim(y[:, :, :size], origin[i], 1)
+      return jax.lax.dynamic_update_slice(x, row, (to[i], 0, 0, 0))
+    key_values = jax.tree.map(copied, cache.key_values, source.key_values)
+    lengths = cache.lengths.at[to[i]].set(source.lengths[origin[i]])
+    return Cache(key_values, lengths)
+
+  return jax.lax.fori_loop(0, count, copy, cache)
+
+
+def take_rows(cache: Cache, rows: jax.Array) -> Cache:
+  """Returns the cache of the rows [K] int32 of a cache."""
+  return jax.tree.map(lambda x: x[rows], cache)
+
+
 def write_cache(
-    cache: Cache, new: transformer.KeyValues, keep: jax.Array
+    cache: Cache,
+    new: transformer.KeyValues,
+    keep: jax.Array,
 ) -> Cache:
   """Appends the kept tokens of each row at the row's own write index.
 
   Args:
     cache: S slots per row.
-    new: key-values of C tokens.
+    new: key-values of C tokens, [R, G, C, head_dim] in each layer.
     keep: [R, C] bool; a token that is not kept leaves no trace.
 
   Returns:
     The cache with `lengths` moved on. Kept tokens beyond the last slot are
     dropped; the caller sees to the room.
   """
-  size = cache.key_values.keys.shape[3]
   rank = jnp.cumsum(keep, axis=1) - 1
-  slots = jnp.where(keep, cache.lengths[:, None] + rank, size)
-  write = jax.vmap(
-      lambda old, x, slot: old.at[:, :, slot].set(x, mode='drop'),
-      in_axes=(1, 1, 0),
-      out_axes=1,
+  slots = jnp.where(
+      keep, cache.lengths[:, None] + rank, cache_length(cache)
   )
+  write = jax.vmap(lambda old, x, slot: old.at[:, slot].set(x, mode='drop'))
   return Cache(
       jax.tree.map(lambda old, x: write(old, x, slots), cache.key_values, new),
       cache.lengths + jnp.sum(keep, axis=1, dtype=jnp.int32),
   )
-
-
-def _causal(tokens: jax.Array) -> jax.Array:
-  """Returns [R, C, C] bool: each token of a chunk sees those before it."""
-  num_rows, size = tokens.shape
-  mask = jnp.tril(jnp.ones((size, size), bool))
-  return jnp.broadcast_to(mask, (num_rows, size, size))
-
-
-def make_prefill(model: transformer.Transformer) -> Callable[..., Cache]:
-  """Returns `prefill(params, cache, tokens [R, P], lengths [R]) -> Cache`."""
-
-  def prefill(params, cache, tokens, lengths):
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    _, new = model.apply({'params': params}, tokens, positions, _causal(tokens))
-    return write_cache(cache, new, positions < lengths[:, None])
-
-  return prefill
-
-
-def make_draw(
-    model: transformer.Transformer, config: SamplerConfig
-) -> Callable[..., Actions]:
-  """Returns `draw(params, rows, uniforms, hidden, drawn, step)`.
-
-  It draws token `step` of the actions of which `drawn` [R, U] holds the tokens
-  before, from the hidden states [R, width] of what precedes it and the uniforms
-  [R, U] of the turn, and returns `Actions` without the axis U. A forced token
-  takes the place of what was drawn, with the log-prob that it has.
-  """
-
-  def draw(params, rows, uniforms, hidden, drawn, step):
-    logits = model.apply({'params': params}, hidden, method='logits')
-    if config.constrained:
-      allowed = continuations(rows.commands, drawn, step, logits.shape[-1])
-      goes_on = rows.active & jnp.any(allowed, axis=-1)
-    else:
-      # Token 0 ends a free action early; nothing follows it.
-      allowed = None
-      previous = jnp.take(drawn, jnp.maximum(step - 1, 0), axis=1)
-      goes_on = rows.active & ((step == 0) | (previous != 0))
-    log_probs, entropy = token_distribution(logits, allowed, config.temperature)
-    token = jnp.where(
-        rows.greedy,
-        jnp.argmax(log_probs, axis=-1),
-        inverse_cdf(log_probs, uniforms[:, step]),
-    ).astype(jnp.int32)
-    forced = jnp.take(rows.forced, step, axis=1)
-    token = jnp.where(step < rows.num_forced, forced, token)
-    log_prob = jnp.take_along_axis(log_probs, token[:, None], axis=-1)[:, 0]
-    drawn_now = Actions(
-        tokens=token,
-        mask=goes_on,
-        log_probs=log_prob,
-        entropies=entropy,
-        allowed=None if allowed is None else pack_bits(allowed),
-    )
-    return jax.tree.map(
-        lambda x: jnp.where(
-            goes_on.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros_like(x)
-        ),
-        drawn_now,
-    )
-
-  return draw
-
-
-def make_act(
-    model: transformer.Transformer, config: SamplerConfig
-) -> Callable[[dict, Rows], tuple[Rows, Actions]]:
-  """Returns `act(params, rows)`: reads what is pending and draws an action.
-
-  The rows come back with all that was read, and all of the action but its last
-  token, in the cache.
-
-  The cache is only read here. The chunk's and the action's keys and values go
-  to a small side buffer, and from there to the cache in one scatter at the end:
-  a scatter per token would cost more than the network does. The last token of
-  an action is not fed yet; it leads the next turn's chunk.
-  """
-  draw = make_draw(model, config)
-
-  def act(params, rows):
-    num_rows, chunk = rows.pending.shape
-    cached = rows.cache.key_values
-    lengths, pending_length = rows.cache.lengths, rows.pending_length
-    in_cache = jnp.arange(cached.keys.shape[3]) < lengths[:, None]
-    is_pending = jnp.arange(chunk) < pending_length[:, None]
-    uniforms = turn_uniforms(rows.keys, rows.turns, config.action_length)
-
-    hidden, read = model.apply(
-        {'params': params},
-        rows.pending,
-        lengths[:, None] + jnp.arange(chunk),
-        _causal(rows.pending),
-        (cached,),
-        (jnp.repeat(in_cache[:, None], chunk, axis=1),),
-    )
-    last = hidden[jnp.arange(num_rows), jnp.maximum(pending_length - 1, 0)]
-    drawn = jnp.zeros((num_rows, config.action_length), jnp.int32)
-    first = draw(params, rows, uniforms, last, drawn, 0)
-    extra = config.action_length - 1
-    side = jax.tree.map(
-        lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, extra), (0, 0))), read
-    )
-    is_side = jnp.pad(is_pending, ((0, 0), (0, extra)))
-
-    def next_token(carry, step):
-      """Feeds token step - 1 and draws token `step`."""
-      side, is_side, drawn, token = carry
-      hidden, new = model.apply(
-          {'params': params},
-          token[:, None],
-          (lengths + pending_length + step - 1)[:, None],
-          jnp.ones((num_rows, 1, 1), bool),
-          (cached, side),
-          (in_cache[:, None], is_side[:, None]),
-      )
-      actions = draw(params, rows, uniforms, hidden[:, 0], drawn, step)
-      place = chunk + step - 1
-      side = jax.tree.map(
-          lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, place, 3),
-          side,
-          new,
-      )
-      # Token step - 1 is kept only once a token follows it.
-      is_side = is_side.at[:, place].set(actions.mask)
-      drawn = drawn.at[:, step].set(actions.tokens)
-      return (side, is_side, drawn, actions.tokens), actions
-
-    drawn = drawn.at[:, 0].set(first.tokens)
-    carry = (side, is_side, drawn, first.tokens)
-    steps = jnp.arange(1, config.action_length)
-    (side, is_side, _, _), later = jax.lax.scan(next_token, carry, steps)
-    actions = jax.tree.map(
-        lambda x, xs: jnp.concatenate([x[None], xs]).swapaxes(0, 1),
-        first,
-        later,
-    )
-    keep = is_side & rows.active[:, None]
-    return rows._replace(cache=write_cache(rows.cache, side, keep)), actions
-
-  return act
 
 
 def next_pending(actions: Actions, observation: jax.Array) -> jax.Array:

@@ -71,6 +71,20 @@ class Tree:
     tree_checks.validate(self)
 
 
+def check_batch(tree: Tree) -> None:
+  """Refuses a tree without a batch axis, as `TreeBuilder.build` returns it.
+
+  Raises:
+    ValueError: if the tokens are not [B, N, T].
+  """
+  shape = np.shape(tree.tokens)
+  if len(shape) != 3:
+    axes = '[N, T]' if len(shape) == 2 else f'{len(shape)} axes'
+    raise ValueError(
+        f'tree: expected a batch [B, N, T], got {axes}, shape {shape}; make '
+        'one of builders by bpo_jax.tree.stack([builder])')
+
+
 def depth(tree: Tree) -> types.Array:
   """Returns the number of ancestors, [B, N] int32; 0 on padding."""
   has_parent = jnp.asarray(tree.parents >= 0, jnp.int32)
@@ -79,6 +93,7 @@ def depth(tree: Tree) -> types.Array:
 
 def num_children(tree: Tree) -> types.Array:
   """Returns the number of children, [B, N] int32."""
+  check_batch(tree)
   return walks.sum_of_children(
       tree.node_mask.astype(jnp.int32), tree.parents, tree.node_mask)
 
@@ -130,6 +145,7 @@ def action_starts(tree: Tree) -> types.Array:
   An action is a maximal run of action tokens within one node; a node that
   begins inside an action, because it was forked there, begins a new one.
   """
+  check_batch(tree)
   before = jnp.pad(tree.action_mask[..., :-1], ((0, 0), (0, 0), (1, 0)))
   return tree.action_mask & ~before
 
@@ -321,6 +337,8 @@ class TreeBuilder:
 
   def build(self) -> Tree:
     """Returns the tree without a batch axis: arrays [N, ...], T the longest.
+
+    What reads trees reads batches of them: `stack` makes one.
 
     Raises:
       ValueError: if there is no node.

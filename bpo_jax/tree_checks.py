@@ -6,6 +6,7 @@ Every message names the field, what was expected, what came, and where.
 import functools
 from typing import Any
 
+import jax
 import numpy as np
 
 from bpo_jax import types
@@ -20,6 +21,7 @@ DTYPES = dict(
 PER_TOKEN = ('tokens', 'token_mask', 'action_mask', 'behaviour_log_probs',
              'entropies')
 _ROUNDING = 1e-6  # Nats, of a softmax in float32.
+_MIN_LOG_PROB = -1e4  # Nothing that was drawn is less likely, but faults are.
 
 
 def validate(tree: Any) -> None:
@@ -36,17 +38,26 @@ def validate(tree: Any) -> None:
 
 def _check_arrays(tree):
   """Checks ranks, shapes and dtypes against those of `tokens`."""
+  fields = {name: getattr(tree, name) for name in DTYPES}
+  if fields['allowed'] is None:
+    del fields['allowed']
+  for name, value in fields.items():
+    if not isinstance(value, (np.ndarray, jax.Array)):
+      raise ValueError(f'{name}: expected an array of dtype {DTYPES[name]}, '
+                       f'got {type(value).__name__}')
   shape = np.shape(tree.tokens)
   if len(shape) != 3:
-    raise ValueError(f'tokens: expected shape [B, N, T], got {shape}')
-  for name, dtype in DTYPES.items():
-    value = getattr(tree, name)
-    if name == 'allowed' and value is None:
-      continue
+    raise ValueError(f'tokens: expected shape [B, N, T], got {shape}; make a '
+                     'batch of builders by bpo_jax.tree.stack([builder])')
+  for name, value in fields.items():
+    dtype = DTYPES[name]
     if str(value.dtype) != dtype:
       raise ValueError(f'{name}: expected dtype {dtype}, got {value.dtype}')
     expected = shape if name in PER_TOKEN else shape[:2]
     got = np.shape(value)
+    if name == 'allowed' and (len(got) != 4 or not got[3]):
+      raise ValueError('allowed: expected shape [B, N, T, W] of at least one '
+                       f'word, got {got}')
     if name == 'allowed':
       expected, got = shape, got[:3]
     if got != expected:
@@ -135,6 +146,9 @@ def _check_tokens(tree):
     _refuse(action & (sign * values > _ROUNDING), name, values,
             f'{bound} 0 at action tokens')
     _refuse(~action & (values != 0), name, values, '0 off action tokens')
+  values = np.asarray(tree.behaviour_log_probs)
+  _refuse(action & (values < _MIN_LOG_PROB), 'behaviour_log_probs', values,
+          f'at least {_MIN_LOG_PROB:g} at action tokens')
   if tree.allowed is not None:
     _check_allowed(tokens, action, np.asarray(tree.allowed))
 

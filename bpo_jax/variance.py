@@ -25,6 +25,8 @@ from bpo_jax.advantages import common
 from bpo_jax.branching import depths
 
 Finished = Literal['explained', 'excluded']
+# Of the parts of `Sums`.
+_IS_VARIANCE = (True, False, False, True, False, False)
 
 
 @chex.dataclass(frozen=True, mappable_dataclass=False)
@@ -119,7 +121,11 @@ def group_variances(tree: tree_lib.Tree) -> types.Array:
   References:
     The one-way random-effects model's within-group mean square, nested.
   """
-  means = returns.centred_values(tree, 'split_mean')
+  return _group_variances(tree, returns.centred_values(tree, 'split_mean'))
+
+
+def _group_variances(tree, means):
+  """Returns `group_variances` of the split means of every node, [B, N]."""
   parents, real = jnp.asarray(tree.parents), jnp.asarray(tree.node_mask)
   squares = jnp.square(means - walks.at_parent(means, parents))
   children = tree_lib.num_children(tree).astype(jnp.float32)
@@ -165,13 +171,16 @@ def report(tree: tree_lib.Tree, *, num_depths: int = 8, depth_width: int = 4,
 
   Returns:
     Report; 0 and a count of 0 where there is nothing to tell from, never NaN.
+    Shares do not depend on the unit of the returns. A tree of returns whose
+    differences float32 does not hold counts for nothing.
 
   Raises:
     ValueError: if an option is out of range.
   """
-  checks.at_least('num_quantiles', num_quantiles, 1)
-  facts = _facts(tree)
+  checks.whole('num_quantiles', num_quantiles)
   empty = init(num_depths=num_depths, depth_width=depth_width)
+  empty = _rescaled(empty, _reach(tree))
+  facts = _facts(tree, empty.reach)
   found = report_of(
       _added(empty, tree, facts, finished), confidence=confidence)
   entropy, edges = _entropy_bins(tree, facts.weights, num_quantiles)
@@ -187,8 +196,12 @@ class Sums:
 
   Of fixed shape, so that they are saved in a checkpoint like any pytree. What
   is linear in a tree's weight fades with it, what is quadratic with its square.
+  Variances are in units of their own, the square of `reach` down to a power of
+  two, so that neither they nor their squares leave float32.
 
   Attributes:
+    reach: the largest difference between two returns of one tree, reward units;
+      its square fades like a variance.
     parts: of every bin, what its share is a ratio of: weight times variance and
       weight of its branch points, paths alive, the pairs that the total is
       from and their number, trees.
@@ -202,6 +215,7 @@ class Sums:
     depth_width: actions in a bin of depth.
   """
 
+  reach: chex.Array  # [] float32
   parts: chex.Array  # [D, 6] float32
   products: chex.Array  # [D, 6, 6] float32
   information: chex.Array  # [D] float32
@@ -222,15 +236,16 @@ def init(*, num_depths: int = 8, depth_width: int = 4) -> Sums:
   Raises:
     ValueError: if a size is out of range.
   """
-  checks.at_least('num_depths', num_depths, 1)
-  checks.at_least('depth_width', depth_width, 1)
+  checks.whole('num_depths', num_depths)
+  checks.whole('depth_width', depth_width)
   # An array each: a learner that donates its state gives every buffer once.
   zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
   d = num_depths
   return Sums(
-      parts=zeros(d, 6), products=zeros(d, 6, 6), information=zeros(d),
-      num_groups=zeros(d), num_trees=zeros(d, 2), roots=zeros(2),
-      paths=zeros(d, 5), depth_width=jnp.asarray(depth_width, jnp.int32))
+      reach=zeros(), parts=zeros(d, 6), products=zeros(d, 6, 6),
+      information=zeros(d), num_groups=zeros(d), num_trees=zeros(d, 2),
+      roots=zeros(2), paths=zeros(d, 5),
+      depth_width=jnp.asarray(depth_width, jnp.int32))
 
 
 def update(sums: Sums, tree: tree_lib.Tree, *, forgetting: float = 0.95
@@ -248,9 +263,7 @@ def update(sums: Sums, tree: tree_lib.Tree, *, forgetting: float = 0.95
   Raises:
     ValueError: if `forgetting` is out of range.
   """
-  if not 0 <= forgetting <= 1:
-    raise ValueError(
-        f'forgetting: expected a number from 0 to 1, got {forgetting}')
+  checks.between('forgetting', forgetting, 0, 1)
   fade = lambda x: x * forgetting
   squares = jnp.asarray([forgetting, forgetting ** 2])
   faded = sums.replace(
@@ -258,7 +271,34 @@ def update(sums: Sums, tree: tree_lib.Tree, *, forgetting: float = 0.95
       information=fade(sums.information), num_groups=fade(sums.num_groups),
       num_trees=sums.num_trees * squares, roots=fade(sums.roots),
       paths=fade(sums.paths))
-  return _added(faded, tree, _facts(tree), 'explained')
+  reach = jnp.maximum(_reach(tree), sums.reach * jnp.sqrt(forgetting))
+  faded = _rescaled(faded, reach)
+  return _added(faded, tree, _facts(tree, reach), 'explained')
+
+
+def _reach(tree):
+  """Returns the largest difference of returns that float32 holds, []."""
+  contrast = jnp.abs(returns.centred_leaf_returns(tree))
+  return jnp.max(masked.fill(contrast, contrast < jnp.inf), initial=0.0)
+
+
+def _unit(reach):
+  """Returns the power of two at or below, exactly; 1 for 0."""
+  bits = jax.lax.bitcast_convert_type(reach, jnp.int32) & 0x7F800000
+  power = jax.lax.bitcast_convert_type(bits, jnp.float32)
+  return jnp.where(power > 0, power, 1)
+
+
+def _rescaled(sums, reach):
+  """Returns the sums with variances in the units of another reach."""
+  # Sums that grow by more than this are those of nothing, or all forgotten.
+  ratio = jnp.minimum(_unit(sums.reach) / _unit(reach), 2.0 ** 30) ** 2
+  by = jnp.where(jnp.asarray(_IS_VARIANCE), ratio, 1)
+  return sums.replace(
+      reach=reach, parts=sums.parts * by,
+      products=sums.products * by * by[:, None],
+      information=sums.information * ratio,
+      roots=sums.roots * jnp.stack([ratio, jnp.ones_like(ratio)]))
 
 
 def report_of(sums: Sums, *, confidence: float = 0.9) -> Report:
@@ -277,6 +317,8 @@ def report_of(sums: Sums, *, confidence: float = 0.9) -> Report:
   if not 0 < confidence < 1:
     raise ValueError(
         f'confidence: expected a number between 0 and 1, got {confidence}')
+  unit = _unit(sums.reach)
+  in_rewards = lambda x: x * unit * unit
   shares, within = _shares(
       sums.parts, sums.products, sums.num_groups, sums.num_trees, confidence)
   paths = masked.divide(sums.paths, sums.parts[:, 5:])
@@ -286,9 +328,10 @@ def report_of(sums: Sums, *, confidence: float = 0.9) -> Report:
   openness = masked.divide(where_open, paths[:, 2])
   nothing = jnp.zeros(0)
   return Report(
-      total=masked.divide(*sums.roots), num_trees=_whole(sums.roots[1]),
-      within=within,
-      between=masked.fill(against - within, shares.num_groups > 0),
+      total=in_rewards(masked.divide(*sums.roots)),
+      num_trees=_whole(sums.roots[1]), within=in_rewards(within),
+      between=in_rewards(
+          masked.fill(against - within, shares.num_groups > 0)),
       by_depth=shares, by_entropy=Shares(
           share=nothing, lower=nothing, upper=nothing,
           num_groups=nothing.astype(jnp.int32),
@@ -300,8 +343,9 @@ def report_of(sums: Sums, *, confidence: float = 0.9) -> Report:
 
 
 class _Facts(NamedTuple):
-  """What is known of every node and tree."""
+  """What is known of every node and tree, variances in units of their own."""
 
+  unit: chex.Array  # [] float32, reward units
   variances: chex.Array  # [B, N] float32, of `group_variances`
   weights: chex.Array  # [B, N] float32
   ahead: chex.Array  # [B, N] float32, information below
@@ -319,14 +363,18 @@ class _Bins(NamedTuple):
   num_groups: chex.Array  # [B, D] int32
 
 
-def _facts(tree):
-  variances, weights = group_variances(tree), common.node_weights(tree, 'split')
-  grouped = tree_lib.num_children(tree) > 1
+def _facts(tree, reach):
+  unit, weights = _unit(reach), common.node_weights(tree, 'split')
+  means = returns.centred_values(tree, 'split_mean')
+  known = jnp.all(jnp.isfinite(means), axis=-1, keepdims=True)
+  variances = _group_variances(tree, masked.fill(means, known) / unit)
+  grouped = (tree_lib.num_children(tree) > 1) & known
   return _Facts(
-      variances=variances, weights=weights, ahead=_information_below(tree),
+      unit=unit, variances=variances, weights=weights,
+      ahead=_information_below(tree),
       forked=grouped & (jnp.asarray(tree.parents) >= 0),
       root=(variances[:, :1], grouped[:, :1].astype(jnp.float32)),
-      real=jnp.asarray(tree.node_mask)[:, 0])
+      real=jnp.asarray(tree.node_mask)[:, 0] & known[:, 0])
 
 
 def _added(sums, tree, facts, finished):
@@ -337,7 +385,7 @@ def _added(sums, tree, facts, finished):
   total, alive = facts.root, paths[..., 0]
   if finished == 'excluded':
     depths = jnp.arange(num_depths) * width
-    total = _totals_alive(tree, facts.weights, depths)
+    total = _totals_alive(tree, facts, depths)
     alive = jnp.ones_like(alive)
   depth = jnp.minimum(
       predictors.actions_through(tree) // width, num_depths - 1)
@@ -388,20 +436,21 @@ def _paths(tree, weights, num_depths, width):
   return jax.vmap(single, out_axes=1)(jnp.arange(num_depths) * width)
 
 
-def _totals_alive(tree, weights, depths):
+def _totals_alive(tree, facts, depths):
   """Returns Var(R | task, alive at t) as pairs of paths, [B, D] each.
 
   Half the mean squared difference of two leaves below different children of the
   root, both of paths with an action at t.
   """
-  leaf = tree_lib.is_leaf(tree)
+  leaf = tree_lib.is_leaf(tree) & facts.real[:, None]
   values = returns.centred_leaf_returns(tree)
   values = values - returns.centred_values(tree, 'split_mean')[:, :1]
+  values = values / facts.unit
   through, parents = predictors.actions_through(tree), jnp.asarray(tree.parents)
   top = parents == 0
 
   def pairs(depth):
-    alive = masked.fill(weights, leaf & (through > depth))
+    alive = masked.fill(facts.weights, leaf & (through > depth))
     by_child = lambda x: masked.fill(walks.sum_below(x, parents), top)
     mass, first, second = (
         by_child(alive * jnp.where(leaf, x, 0))
@@ -482,6 +531,7 @@ def _shares(parts, products, num_groups, num_trees, confidence):
   error = jnp.sqrt(jnp.maximum(square * effective / freedom, 0))
   reach, enough = _student(confidence, freedom) * error, _whole(effective) > 1
   share = masked.fill(1 - left, known)
+  enough &= jnp.isfinite(share) & jnp.isfinite(reach)
   return Shares(
       share=share, lower=jnp.where(enough, share - reach, 0.0),
       upper=jnp.where(enough, share + reach, 1.0),

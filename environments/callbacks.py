@@ -227,7 +227,7 @@ class BatchedEnvironment:
       self.store.release(handle)
       return timestep.status
     try:
-      self._fill(result, row, timestep, action)
+      self._fill(result, row, timestep, action, tokens)
     except BaseException as error:
       self.store.release(handle)
       if not isinstance(error, Exception):
@@ -244,6 +244,7 @@ class BatchedEnvironment:
       row: int,
       timestep: base.TimeStep,
       action: str | None = None,
+      tokens: np.ndarray | None = None,
   ) -> None:
     """Writes all of a row but handle and status, or nothing if it raises."""
     if not np.isfinite(np.float32(timestep.reward)):
@@ -253,7 +254,8 @@ class BatchedEnvironment:
       )
     commands = self.codec.encode_commands(timestep.available)
     if action is not None:
-      tokens, length = self.codec.encode_observation(timestep, action)
+      tokens, length = self.codec.encode_observation(
+          timestep, action, tokens)
       result.observation[row] = tokens
       result.observation_length[row] = length
     result.commands[row] = commands

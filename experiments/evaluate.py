@@ -1,5 +1,7 @@
 """Scores the policy of a run on a split, by task type.
 
+Of the whole split there is a 95% interval, over its games.
+
   python -m experiments.evaluate --workdir=runs/NAME
   python -m experiments.evaluate --workdir=runs/NAME --split=valid_seen \
       --passes=5 --out=scores.json
@@ -29,21 +31,23 @@ from experiments import warm_start
 _EVALUATION = 2**31 - 2
 
 
-def run_config(config: configs.EvaluateConfig) -> configs.TrainConfig:
-  """Returns the config that the run was trained with, its data as given now.
+def run_config(
+    config: configs.EvaluateConfig | configs.ExportConfig
+) -> configs.TrainConfig:
+  """Returns the config that a run was trained with, its files as given now.
 
   Raises:
     FileNotFoundError: if the workdir holds no run.
     ValueError: if its config is not one of this version.
   """
   values = checkpoint.read_config(pathlib.Path(config.workdir) / 'checkpoints')
-  if config.data is not None:
-    values |= {'data': config.data}
+  given = {'data': config.data, 'model': config.model}
+  values |= {name: path for name, path in given.items() if path is not None}
   return config_flags.from_dict(configs.TrainConfig, values)
 
 
 def load_policy(
-    config: configs.EvaluateConfig,
+    config: configs.EvaluateConfig | configs.ExportConfig,
     training: configs.TrainConfig,
     agent: assembly.Agent,
 ) -> tuple[int, dict]:
@@ -56,7 +60,7 @@ def load_policy(
   workdir = pathlib.Path(config.workdir)
   params = assembly.init_params(training, agent)
   if config.warm_start:
-    return 0, checkpoint.restore(workdir / warm_start.FOLDER, params).state
+    return 0, warm_start.restore(training, agent, workdir, params)
   target = assembly.init_state(training, agent, params)
   found = assembly.restore(workdir, agent, target, config.step)
   return found.step, found.state.params
@@ -111,6 +115,8 @@ def evaluate(config: configs.EvaluateConfig) -> dict[str, Any]:
     ValueError: if the run, its data or the split is not what it should be.
     OSError: if there is no such run, or --out cannot be written to.
   """
+  if config.out is not None:
+    metrics.check_writable(config.out)
   training = run_config(config)
   assembly.use_compilation_cache(training)
   agent = assembly.make_agent(training)
@@ -127,7 +133,7 @@ def evaluate(config: configs.EvaluateConfig) -> dict[str, Any]:
       'scores': {way: scoring.to_dict(s) for way, s in scores.items()},
   }
   if config.out is not None:
-    pathlib.Path(config.out).write_text(json.dumps(result, indent=2) + '\n')
+    metrics.write_text(config.out, json.dumps(result, indent=2) + '\n')
   return result
 
 

@@ -16,7 +16,9 @@ from bpo_jax import algorithms
 from bpo_jax import branching
 from bpo_jax import checks
 from bpo_jax import learner
+from bpo_jax import objectives
 from bpo_jax import options
+from bpo_jax import packing
 from bpo_jax import tree as tree_lib
 from bpo_jax import types
 from bpo_jax.branching import depths
@@ -257,6 +259,18 @@ def _loss(algorithm, config) -> learner.LossConfig:
     # Tokens of the longest path: a constant, so that length is no discount.
     values['sequence_norm'] = float(config.turn_limit * config.action_length)
   return learner.LossConfig(**values)
+
+
+def layout(method: Method) -> packing.Layout:
+  """Returns how trees are laid out in rows for the method's loss.
+
+  Whole trees, each token once, where a token's term depends on itself alone;
+  paths where an objective or a reducer looks at whole sequences.
+  """
+  by_token = (
+      options.unwrap(method.objective) is objectives.clipped_surrogate
+      and method.loss.reducer == 'token_mean')
+  return 'trees' if by_token else 'paths'
 
 
 def check(method: Method) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from absl import flags
 import numpy as np
 
+from bpo_jax import metrics
 from experiments import config_flags
 from experiments.config_fields import check
 from experiments.config_fields import field
@@ -32,7 +33,11 @@ class PlotConfig:
   out: str | None = field(None, 'PNG file; None for the table alone.')
   window: int = field(10, 'Updates that a point of a curve is the mean of.',
                       min=1)
-  __post_init__ = check
+
+  def __post_init__(self):
+    check(self)
+    if not self.workdirs:
+      raise ValueError('workdirs: expected at least one folder, got none')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +136,8 @@ def draw(curves: Sequence[Curve], path: str) -> None:
     plt = importlib.import_module('matplotlib.pyplot')
   except ImportError as error:
     raise ImportError(
-        "figures need matplotlib: pip install 'bpo-jax[plot]', or leave --out"
-        ' out'
+        "figures need matplotlib: pip install -e '.[plot]' in the clone, or"
+        ' leave --out out'
     ) from error
   figure, axes = plt.subplots(figsize=(6.4, 4.0), layout='constrained')
   for curve in curves:
@@ -160,6 +165,8 @@ def main(argv: Sequence[str]) -> None:
   del argv
   config = config_flags.read(PlotConfig)
   try:
+    if config.out is not None:
+      metrics.check_writable(config.out)
     curves = [read_curve(name, config.window) for name in config.workdirs]
     print(markdown(curves))
     if config.out is not None:

@@ -31,11 +31,14 @@ from bpo_jax import algorithms
 from bpo_jax import checkpoint
 from bpo_jax import learner
 from bpo_jax import metrics
+from bpo_jax import packing
 from bpo_jax import rollout
+from bpo_jax import sharding
 from bpo_jax import tree as trees
 from experiments import assembly
 from experiments import config_flags
 from experiments import configs
+from experiments import language_models
 from experiments import methods
 from experiments import needs as needs_lib
 from experiments import scoring
@@ -66,6 +69,8 @@ class Run:
     eval_types: the type of each of these.
     workdir: where everything goes.
     reference: parameters of the warm-started policy.
+    base: fingerprint of the weights that training leaves as they are.
+    mesh: where parameters and rows lie; None for one device.
     state: what training has come to.
   """
 
@@ -78,6 +83,8 @@ class Run:
   eval_types: Sequence[str]
   workdir: pathlib.Path
   reference: dict
+  base: str
+  mesh: jax.sharding.Mesh | None
   state: learner.TrainState
 
 
@@ -88,7 +95,10 @@ def set_up(config: configs.TrainConfig) -> Run:
     ValueError: if the data, a split or the workdir is not what it should be.
     OSError: if the workdir cannot be written to.
   """
+  mesh = sharding.make_mesh(config.mesh) if config.mesh else None
   agent = assembly.make_agent(config)
+  if mesh is not None:
+    sharding.check(mesh, agent.model.config)
   method = methods.make(config, agent.tokenizer.vocab_size)
   methods.check(method)
   agent.grower.debug = config.debug
@@ -98,8 +108,8 @@ def set_up(config: configs.TrainConfig) -> Run:
   )
   eval_types = scoring.task_types(agent.environment, eval_tasks)
   workdir = make_workdir(config)
-  reference = warm_start.load(config, agent, workdir)
-  state = assembly.init_state(config, agent, reference)
+  reference = sharding.place(mesh, warm_start.load(config, agent, workdir))
+  state = sharding.place(mesh, assembly.init_state(config, agent, reference))
   if checkpoint.latest_step(workdir / 'checkpoints') is not None:
     state = assembly.restore(workdir, agent, state).state
     logging.info('Going on after update %d.', int(state.update))
@@ -113,6 +123,8 @@ def set_up(config: configs.TrainConfig) -> Run:
       eval_types=eval_types,
       workdir=workdir,
       reference=reference,
+      base=language_models.fingerprint(reference),
+      mesh=mesh,
       state=state,
   )
 
@@ -136,7 +148,8 @@ def make_workdir(config: configs.TrainConfig) -> pathlib.Path:
         f'{workdir} has checkpoints but no {config_file.name} to tell what run'
         ' they are of; put it back, or take another --workdir'
     )
-  if not has_run:  # Of a run that did not come to its first checkpoint.
+  # Of a run that did not come to its first checkpoint, and is not gone on with.
+  if not has_run and not config.resume:
     config_file.unlink(missing_ok=True)
   if has_run and not config.resume:
     raise ValueError(
@@ -262,8 +275,11 @@ def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
       assembly.make_optimizer(config),
       learner.make_policy_loss(method.loss, method.objective),
       config.temperature,
+      run.mesh,
   )
   reference = run.reference if method.loss.kl_coef else None
+  layout = methods.layout(method)
+  num_shards = 1 if run.mesh is None else run.mesh.shape['data']
   credit_fn = jax.jit(method.credit)
   codec, clock = agent.batched.codec, Clock()
   clock.lap('time/saving')  # Later, that of the update before.
@@ -279,7 +295,9 @@ def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
     clock.lap('time/needs')
     batches = learner.make_batches(
         given.tree, credit_fn(bare(given.tree), **given.arrays),
-        config.max_tokens, value_targets=given.value_targets,
+        config.max_tokens, layout=layout, row_length=config.row_length,
+        num_shards=num_shards,
+        value_targets=given.value_targets,
         old_values=given.arrays.get('values'), debug=config.debug)
     clock.lap('time/packing')
     state, rate = given.state, config.learning_rate * learner.warmup_cosine(
@@ -303,6 +321,8 @@ def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
         'rows/trained_tokens': sum(
             int(batch.action_mask.sum()) for batch in batches),
         'rows/computed_tokens': sum(batch.tokens.size for batch in batches),
+        'rows/sharing': packing.sharing_ratio(bare(given.tree)),
+        **packing.metrics(batches),
         'learning_rate': rate,
         'branch_threshold': float(run.state.branch_threshold),
         'skipped_tasks': skipped,
@@ -377,10 +397,11 @@ def save(run: Run) -> None:
     checkpoint.save(
         run.workdir / 'checkpoints',
         int(run.state.update),
-        run.state,
+        assembly.saved(run.state),
         {
             'config': config_flags.to_dict(run.config),
             'vocabulary': run.agent.tokenizer.to_dict(),
+            'base': run.base,
         },
     )
   except OSError as error:
@@ -485,7 +506,7 @@ def main(argv: Sequence[str]) -> None:
   assembly.use_compilation_cache(config)
   try:
     run = set_up(config)
-  except (ValueError, OSError) as error:
+  except (ImportError, ValueError, OSError) as error:
     raise flags.IllegalFlagValueError(str(error)) from error
   try:
     run_training(run)

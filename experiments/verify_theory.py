@@ -21,6 +21,7 @@ import csv
 import dataclasses
 import functools
 import importlib
+import io
 import itertools
 import pathlib
 import time
@@ -30,6 +31,7 @@ from absl import flags
 import jax
 import numpy as np
 
+from bpo_jax import metrics
 from bpo_jax import types
 from experiments import config_flags
 from experiments import enumerable
@@ -60,7 +62,18 @@ class TheoryConfig:
   out: str | None = field(
       None, 'Folder for measurements.csv, schedules.csv, claims.csv and '
       'theory.png.')
-  __post_init__ = check
+
+  def __post_init__(self):
+    check(self)
+    if not self.tasks:
+      raise ValueError(
+          f'tasks: expected one of {", ".join(enumerable.TASKS)}, got none')
+    for name in ('tasks', 'methods'):
+      values = getattr(self, name)
+      twice = sorted({value for value in values if values.count(value) > 1})
+      if twice:  # Its samples would be counted twice.
+        raise ValueError(
+            f'{name}: expected each once, got {twice[0]} more than once')
 
 
 class Claim(NamedTuple):
@@ -384,10 +397,11 @@ def schedule_markdown(rows: Sequence[theory_methods.Measurement]) -> str:
 def write_csv(path: pathlib.Path, header: Sequence[str],
               rows: Sequence[Sequence[Any]]) -> None:
   """Writes a table."""
-  with path.open('w', newline='', encoding='utf-8') as file:
-    writer = csv.writer(file)
-    writer.writerow(header)
-    writer.writerows(rows)
+  text = io.StringIO()
+  writer = csv.writer(text)
+  writer.writerow(header)
+  writer.writerows(rows)
+  metrics.write_text(path, text.getvalue())
 
 
 def draw(rows: Sequence[theory_methods.Measurement], path: pathlib.Path
@@ -403,7 +417,8 @@ def draw(rows: Sequence[theory_methods.Measurement], path: pathlib.Path
     plt = importlib.import_module('matplotlib.pyplot')
   except ImportError as error:
     raise ImportError(
-        "the figure needs matplotlib: pip install 'bpo-jax[plot]'") from error
+        "the figure needs matplotlib: pip install -e '.[plot]' in the clone, "
+        'or leave --out out') from error
   tasks = list(dict.fromkeys(row.task for row in rows))
   order = sorted((row for row in rows if row.task == tasks[0]),
                  key=lambda row: -row.cost)
@@ -464,6 +479,8 @@ def run(config: TheoryConfig) -> int:
     print(f'[{time.monotonic() - start:5.1f} s] {done}', flush=True)
 
   theory_methods.select(config.methods)  # Refuse a typo before the work.
+  if config.out is not None:
+    metrics.check_writable(pathlib.Path(config.out) / 'measurements.csv')
   claims = list(theorem_claims())
   progress('theorems')
   rows = [*enumerate_methods(progress), *sample_methods(config, progress)]

@@ -27,6 +27,7 @@ from bpo_jax import sampling
 from bpo_jax import tree as trees
 from bpo_jax import types
 from bpo_jax import version
+from bpo_jax.models import lora
 from environments.alfworld import expert as experts
 from experiments import assembly
 from experiments import configs
@@ -154,7 +155,7 @@ def _demonstrations(
     agent: assembly.Agent, config: configs.TrainConfig
 ) -> Iterator[trees.Tree]:
   """Yields a batch of demonstrations per update, one batch ahead of time."""
-  if not config.warm_start_updates:
+  if not config.num_warm_start_updates:
     return
   expert = make_expert(agent, config.warm_start_noise)
   tasks = agent.environment.tasks('train')
@@ -178,9 +179,9 @@ def _demonstrations(
 
   with futures.ThreadPoolExecutor(1) as pool:
     ahead = pool.submit(batch)
-    for number in range(1, config.warm_start_updates + 1):
+    for number in range(1, config.num_warm_start_updates + 1):
       tree = ahead.result()
-      if number < config.warm_start_updates:
+      if number < config.num_warm_start_updates:
         ahead = pool.submit(batch)
       yield tree
 
@@ -210,13 +211,14 @@ def train(
   max_tokens = min(config.max_tokens, 128 * config.warm_start_batch)
   for update, tree in enumerate(batches, start=1):
     rows = packing.pack(tree, imitation(tree))
-    rate = learner.warmup_cosine(update / config.warm_start_updates, warmup=0.1)
+    rate = learner.warmup_cosine(
+        update / config.num_warm_start_updates, warmup=0.1)
     state, metrics = update_fn(
         state,
         packing.micro_batches(rows, max_tokens),
         config.warm_start_learning_rate * rate,
     )
-    progress(update, config.warm_start_updates, metrics['loss/imitation'])
+    progress(update, config.num_warm_start_updates, metrics['loss/imitation'])
   return state.params
 
 
@@ -230,15 +232,44 @@ def load(
   They are made once for all runs that agree on what they depend on.
   """
   params = assembly.init_params(config, agent)
+  if agent.language_model is not None and not config.num_warm_start_updates:
+    return params  # It is kept where it came from.
+  # What stays as it is need not be kept again.
+  trained, frozen = lora.split(params)
 
   def make():
-    copy = jax.tree.map(jnp.copy, params)  # Training consumes what it gets.
-    return train(agent, copy, config, _report)
+    copy = jax.tree.map(jnp.copy, trained)  # Training consumes what it gets.
+    done = train(agent, lora.join(copy, frozen), config, _report)
+    return lora.split(done)[0]
 
   shared = assembly.cache_dir(config) / 'warm_start'
   shared = shared / fingerprint(config, agent)
   mine = workdir / FOLDER
-  return cached(mine, params, lambda: cached(shared, params, make))
+  return lora.join(
+      cached(mine, trained, lambda: cached(shared, trained, make)), frozen)
+
+
+def restore(
+    config: configs.TrainConfig, agent: assembly.Agent, workdir: pathlib.Path,
+    params: dict,
+) -> dict:
+  """Returns the parameters that `load` gave a run.
+
+  Args:
+    config: of the run.
+    agent: of the run.
+    workdir: of the run.
+    params: as by `assembly.init_params`.
+
+  Raises:
+    FileNotFoundError: if they are not there.
+    ValueError: if they are corrupted, or of another model size.
+  """
+  if agent.language_model is not None and not config.num_warm_start_updates:
+    return params
+  trained, frozen = lora.split(params)
+  found = checkpoint.restore(workdir / FOLDER, trained)
+  return lora.join(found.state, frozen)
 
 
 def _report(update: int, num_updates: int, loss: float) -> None:

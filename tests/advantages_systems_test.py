@@ -438,7 +438,7 @@ def test_unknown_options_are_errors(name, options):
     ('cbpo', 'cbv_clip'), ('cbpo', 'cbv_scale'),
     ('spo_tree', 'max_probability')])
 def test_negative_options_are_errors(name, option):
-  with pytest.raises(ValueError, match=f'{option}: expected at least 0'):
+  with pytest.raises(ValueError, match=f'{option}: expected a finite number'):
     _trace(name, {option: -0.1})
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import oracles
 import pytest
 
+from bpo_jax import options as option_lib
 from bpo_jax import tree as tree_lib
 
 _CASES = {**estimator_cases.CASES, **estimator_cases_steps.CASES,
@@ -210,3 +211,22 @@ def test_weights_sum_as_stated(case, seed):
                'sequence': sum(length > 0 for length in lengths)}
       np.testing.assert_allclose(
           weights[b].sum(), total[case.path_weights], rtol=1e-5)
+
+
+def test_a_tree_without_a_batch_axis_is_refused(case):
+  tree = builders.random_trees(0)
+  one = lambda x: x[0]
+  arrays = {k: one(x) for k, x in _arrays(case, tree, 0).items()}
+  with pytest.raises(ValueError, match=r'got \[N, T\].*bpo_jax.tree.stack'):
+    case.estimator(jax.tree.map(one, tree), **case.options, **arrays)
+
+
+def test_numbers_that_mean_nothing_are_refused(case):
+  tree = builders.random_trees(0)
+  arrays = _arrays(case, tree, 0)
+  found = option_lib.of(case.estimator)
+  for name, option in found.items():
+    if option.annotation in (float, float | None):
+      for bad in (np.nan, np.float32(np.inf), np.full(2, np.nan)):
+        with pytest.raises(ValueError, match=f'{name}: expected'):
+          case.estimator(tree, **{**case.options, name: bad}, **arrays)

@@ -67,3 +67,15 @@ def test_another_prompt_and_a_wrong_count_are_errors():
     golden.graft(tree, [None, _chain([99, 98], 2), None])
   with pytest.raises(ValueError, match='expected 3, one a tree'):
     golden.graft(tree, [None])
+
+
+def test_what_is_no_chain_is_refused():
+  tree = builders.random_trees(0)
+  with pytest.raises(ValueError, match='a Tree or None for tree 0, got int'):
+    golden.graft(tree, [5, None, None])
+  words = lambda x, n: x.replace(
+      allowed=np.full((*x.tokens.shape, n), 0xFFFFFFFF, np.uint32))
+  chain = builders.chains([[1.0]])
+  tree = builders.chains([[1.0, 0.0]])
+  with pytest.raises(ValueError, match='of 2 words, .*got 1'):
+    golden.graft(words(tree, 2), [words(chain, 1)])

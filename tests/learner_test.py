@@ -97,7 +97,7 @@ def rows_of(seed, temperature=1.0, num_trees=2, off_policy=0.3):
   """Rows whose behaviour policy is the network's with some noise."""
   tree = tiny.random_trees(seed, num_trees)
   rows = packing.pack(tree, tiny.random_credit(tree, seed), row_length=64)
-  log_probs = jax.jit(packing.token_log_probs, static_argnums=0)(
+  log_probs = jax.jit(packing.token_log_probs, static_argnums=(0, 3))(
       NETWORK, tiny.params_of(NETWORK), rows, temperature)[0]
   rng = np.random.default_rng(seed)
   noise = off_policy * rng.normal(size=log_probs.shape)
@@ -477,17 +477,32 @@ def test_outputs_come_back_to_the_trees():
   assert bare.values is None
 
 
-def test_batches_are_those_of_the_packed_rows():
-  tree = tiny.random_trees(5)
+@pytest.mark.parametrize('layout', ['trees', 'paths'])
+def test_batches_are_those_of_the_packed_rows(layout):
+  tree = tiny.random_trees(5, num_trees=9)
   credit = tiny.random_credit(tree, 5)
   targets = credit.weights + 1
   got = learner.make_batches(
-      tree, credit, 256, value_targets=targets, debug=True)
-  expected = packing.micro_batches(
-      packing.pack(tree, credit, value_targets=targets), 256)
+      tree, credit, 96, layout=layout, value_targets=targets, debug=True)
+  length = None if layout == 'paths' else packing.row_length_of(tree, 96)
+  expected = packing.micro_batches(packing.pack(
+      tree, credit, length, layout=layout, value_targets=targets), 96)
   assert len(got) == len(expected) > 1
   jax.tree.map(np.testing.assert_array_equal, got, expected)
   assert got[0].old_values is None
+
+
+@pytest.mark.parametrize('reducer', [
+    'sequence_mean', 'sequence_sum_norm', 'path_weighted'])
+def test_reducers_of_sequences_want_paths(reducer):
+  """A row of trees holds many sequences: their sums would be of none."""
+  tree = tiny.random_trees(5)
+  credit = tiny.random_credit(tree, 5)
+  loss = learner.LossConfig(reducer=reducer, sequence_norm=NORMS.get(reducer))
+  update = update_fn(loss)
+  with pytest.raises(ValueError, match="layout='paths'"):
+    update(fresh(), learner.make_batches(tree, credit, 256), 1.0)
+  update(fresh(), learner.make_batches(tree, credit, 256, layout='paths'), 1.0)
 
 
 @pytest.mark.parametrize('name', [

@@ -124,7 +124,7 @@ def test_tensorboard_writes_event_files(tmp_path):
 
 def test_tensorboard_absent_says_what_to_install(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'tensorboardX', None)
-  with pytest.raises(ImportError, match=r'pip install .bpo-jax\[tensorboard\]'):
+  with pytest.raises(ImportError, match=r'pip install -e .\.\[tensorboard\]'):
     metrics.TensorBoardWriter(tmp_path)
 
 
@@ -172,7 +172,7 @@ def test_progress_of_a_resumed_run_counts_only_its_own_updates():
   now[0] = 2.0
   line.write(91, success=0.0, mean_return=0.0, tokens=10, steps=4)
   assert 'update 91/100' in stream.getvalue()
-  assert '5 tokens/s  2 steps/s  18s left' in stream.getvalue()
+  assert '5 tokens/s  2 steps/s  ? left' in stream.getvalue()
 
 
 @pytest.mark.parametrize('seconds, text', [
@@ -283,3 +283,29 @@ def test_a_full_disk_costs_a_row_and_not_the_file(tmp_path, monkeypatch):
   writer.close()
   text = (tmp_path / 'm.csv').read_text()
   assert text == 'update,a,b\n1,1.0,\n3,4.0,5.0\n'
+
+
+def test_the_time_left_leaves_out_the_update_that_compiles():
+  stream, now = io.StringIO(), [0.0]
+  line = metrics.ProgressLine(11, stream=stream, clock=lambda: now[0])
+  for update, seconds in enumerate((60.0, 2.0, 2.0), 1):
+    now[0] += seconds
+    line.write(update, success=0.0, mean_return=0.0, tokens=1, steps=1)
+  now[0] += 20.0
+  line.write(4, success=0.0, mean_return=0.0, tokens=1, steps=1)
+  assert [x.split('steps/s')[1].split()[0] for x in stream.getvalue(
+      ).splitlines()] == ['?', '56s']
+
+
+def test_a_file_is_written_whole_and_its_place_is_tried_before(tmp_path):
+  path = tmp_path / 'new' / 'out.json'
+  metrics.check_writable(path)
+  assert not path.exists() and not list(path.parent.iterdir())
+  metrics.write_text(path, 'old')
+  metrics.check_writable(path)
+  assert path.read_text() == 'old'
+  with pytest.raises(OSError, match='is a folder'):
+    metrics.check_writable(tmp_path)
+  with pytest.raises(OSError):
+    metrics.check_writable(path / 'inside' / 'a_file')
+  assert [p.name for p in path.parent.iterdir()] == ['out.json']

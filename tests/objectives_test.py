@@ -515,3 +515,24 @@ def test_errors(call, message):
 def test_the_default_divergence_is_the_one_that_is_right_in_a_loss():
   np.testing.assert_array_equal(
       objectives.kl(-1.0, -3.0), objectives.kl(-1.0, -3.0, 'k2'))
+
+
+@pytest.mark.parametrize('gap', [-60.0, -25.0, -20.0, -1.0, 1.0, 25.0, 60.0])
+@pytest.mark.parametrize('estimator', objectives.KL_ESTIMATORS)
+def test_kl_pulls_however_far_away(estimator, gap):
+  value, slope = jax.value_and_grad(
+      lambda x: objectives.kl(x, jnp.zeros(()), estimator))(jnp.float32(gap))
+  back = np.exp(min(-gap, 20.0))
+  expected = {
+      'k1': (gap, 1), 'k2': (gap ** 2 / 2, gap),
+      'k3': (back * (1 + max(-gap - 20, 0)) - 1 + gap, 1 - back)}[estimator]
+  np.testing.assert_allclose((value, slope), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize('bad', [np.nan, np.inf, -1.0])
+def test_numbers_that_mean_nothing_are_refused(bad):
+  x = jnp.zeros((1, 2))
+  with pytest.raises(ValueError, match='contrast_beta: expected'):
+    objectives.golden_contrast(x, x, x[None], x[None], contrast_beta=bad)
+  with pytest.raises(ValueError, match='value_clip: expected'):
+    objectives.value_loss(x, x, x, value_clip=bad)

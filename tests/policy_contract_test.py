@@ -337,14 +337,25 @@ _REFUSED = [
     (dict(cutpoints_per_segment=0), 'cutpoints_per_segment: expected at'),
     (dict(max_per_backbone=0), 'max_per_backbone: expected at least 1'),
     (dict(branches_when_failed=1), 'branches_when_failed: expected at least 2'),
-    (dict(key=None), 'needs key: expected a typed key, got None'),
+    (dict(key=None), 'needs key: expected one typed key, key=jax.*got None'),
+    (dict(key=0), 'key: expected one typed key, .*got 0'),
+    (dict(key=np.zeros(2, np.uint32)), 'key: expected one typed.*got uint32'),
+    (dict(key=jax.random.split(jax.random.key(0))), 'key: expected one typed'),
+    (dict(max_per_path=0), 'max_per_path: expected at least 1 branch point'),
+    (dict(cutpoint_probability=1.5), 'cutpoint_probability: expected a number'),
+    (dict(cutpoint_probability=0.0), 'cutpoint_probability: expected a pos'),
+    (dict(branches_when_long=2 ** 31 - 1), 'expected at most 2147483647 forks'),
+    (dict(num_rollouts=2 ** 31), 'num_rollouts: expected at most 1048576'),
+    (dict(num_forks=3_000_000_000), 'num_forks: expected at most 2147483647'),
+    (dict(num_forks=2 ** 31 - 1, num_branch_points=4),
+     'num_branch_points x num_forks: expected at most 2147483647 forks a tree'),
     (dict(values=None), 'needs values: expected the .*got None'),
 ]
 
 
 @pytest.mark.parametrize('bad, message', _REFUSED)
 def test_a_bad_option_is_an_error(bad, message):
-  (option,) = bad
+  option = next(iter(bad))
   tree = builders.random_trees(0)
   takers = [case for case in _CASES.values()
             if option in _options(case.policy)
@@ -354,3 +365,47 @@ def test_a_bad_option_is_an_error(bad, message):
     given = {**case.options, **_given(case, tree, 0), **bad}
     with pytest.raises(ValueError, match=message):
       case.policy(tree, **given)
+
+
+def _whole_options(policy):
+  return [name for name, option in _options(policy).items()
+          if option.annotation in (int, int | None)]
+
+
+@pytest.mark.parametrize('bad', [1.5, 2 ** 31, 3_000_000_000, -1])
+def test_sizes_out_of_range_are_refused(first_name, bad):
+  case = _CASES[first_name]
+  tree = builders.random_trees(0)
+  options = _whole_options(case.policy)
+  assert options
+  for option in options:
+    given = {**case.options, **_given(case, tree, 0), option: bad}
+    with pytest.raises(ValueError, match=f'{option}.*expected'):
+      case.policy(tree, **given)
+
+
+def test_a_tree_without_a_batch_axis_is_refused(first_name):
+  case, tree = _CASES[first_name], builders.random_trees(0)
+  given = _given(case, tree, 0)
+  one = jax.tree.map(lambda x: x[0], tree)
+  with pytest.raises(ValueError, match=r'got \[N, T\].*bpo_jax.tree.stack'):
+    case.policy(one, **case.options, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', [
+    'top_entropy', 'equally_spaced', 'branpo_tail', 'cbpo_allocation',
+    'arpo_after_tool'])
+def test_more_slots_than_decisions_cost_only_their_room(name):
+  tree, given, _ = _planned(name, 0)
+  case = _CASES[name]
+  size = 'num_rollouts' if 'num_rollouts' in _options(
+      case.policy) else 'num_branch_points'
+  few, many = (
+      jax.device_get(case.policy(tree, **{**case.options, size: n}, **given))
+      for n in (1_000, 100_000))
+  # Distances depend on how many there are to be; all are forked either way.
+  order = sorted if name == 'equally_spaced' else list
+  for b in range(3):
+    last = lambda plan: order(slot[:2] for slot in _slots(plan, b))
+    assert last(few) == last(many)

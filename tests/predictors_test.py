@@ -213,5 +213,5 @@ def test_wrong_scalars_are_errors():
     predictors.init(entropy_width=0.0)
   with pytest.raises(ValueError, match='forgetting: expected .* got 1.5'):
     predictors.update(statistics, tree, forgetting=1.5)
-  with pytest.raises(ValueError, match='smoothing: expected at least 0'):
+  with pytest.raises(ValueError, match='smoothing: expected a finite'):
     predictors.predict(statistics, tree, smoothing=-1)

@@ -46,3 +46,10 @@ def test_equal_returns_prefer_nothing():
 def test_missing_log_ratios_are_an_error():
   with pytest.raises(ValueError, match='trajectory_dpo needs log_ratios'):
     preferences.trajectory_dpo(builders.chains([[0.0, 1.0]]))
+
+
+@pytest.mark.parametrize('bad', [np.nan, np.inf, -1.0])
+def test_a_beta_that_means_nothing_is_refused(bad):
+  tree = builders.random_trees(0)
+  with pytest.raises(ValueError, match='beta: expected a finite number'):
+    preferences.trajectory_dpo(tree, np.zeros(tree.tokens.shape), beta=bad)

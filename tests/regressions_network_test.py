@@ -43,9 +43,9 @@ class Bigram:
 
   config = python_types.SimpleNamespace(value_head=False)
 
-  def apply(self, variables, inputs, *_, method=None):
-    if method == 'logits':
-      return inputs @ variables['params']['table']
+  def apply(self, variables, inputs=None, *_, method=None):
+    if method == 'unembedding':
+      return variables['params']['table'].T
     return jax.nn.one_hot(inputs, VOCAB), None
 
 
@@ -118,7 +118,7 @@ def imitation(*batches, **kwargs):
   return step(*batches, **kwargs)[1]['loss/imitation']
 
 
-_log_probs = jax.jit(packing.token_log_probs, static_argnums=0)
+_log_probs = jax.jit(packing.token_log_probs, static_argnums=(0, 3))
 
 
 def test_011_uneven_numbers_of_rows_do_not_fill_a_batch():

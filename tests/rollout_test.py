@@ -8,6 +8,8 @@ import pytest
 import tiny_agents as tiny
 import toy_environments as toys
 
+from bpo_jax import archive
+from bpo_jax import batches
 from bpo_jax import packing
 from bpo_jax import rollout
 from bpo_jax import sampling
@@ -215,13 +217,13 @@ def test_compaction_and_growth_of_the_cache_change_nothing(
       params, ['train/1', 'train/3'], jax.random.key(4), 4,
       [tiny.random_plan(0, 2, 1, birth=0), tiny.random_plan(1, 2, 1, birth=1)])
   expected = grow()
-  monkeypatch.setattr(rollout, '_MIN_ROWS', 4)
+  monkeypatch.setattr(batches, '_MIN_ROWS', 4)
   monkeypatch.setattr(rollout, '_CACHE_BUCKET', 64)
   shapes = set()
   act = grower.act
 
   def watched(params, rows):
-    shapes.add(rows.cache.key_values.keys.shape[1:4:2])
+    shapes.add(rows.cache.key_values.keys[0].shape[0:3:2])
     return act(params, rows)
   monkeypatch.setattr(grower, 'act', watched)
   result = grow()
@@ -233,6 +235,97 @@ def test_compaction_and_growth_of_the_cache_change_nothing(
       result.tree.behaviour_log_probs, expected.tree.behaviour_log_probs,
       atol=1e-5)
   assert result.compute == expected.compute
+
+
+def assert_same_trees(result, expected):
+  for name in ('tokens', 'token_mask', 'action_mask', 'parents', 'node_mask',
+               'rewards', 'terminal', 'truncated', 'birth', 'anchor'):
+    np.testing.assert_array_equal(
+        getattr(result.tree, name), getattr(expected.tree, name))
+  for name in ('behaviour_log_probs', 'entropies'):
+    np.testing.assert_allclose(
+        getattr(result.tree, name), getattr(expected.tree, name), atol=1e-5)
+  assert result[1:4] == expected[1:4]
+
+
+@pytest.mark.parametrize('max_rows', [1, 3])
+def test_how_many_rows_are_run_at_once_changes_no_tree(
+    corridor, like_with, max_rows):
+  grower, params = corridor
+  grow = lambda grower: grower.grow(
+      params, ['train/1', 'train/3'], jax.random.key(4), 3,
+      [tiny.random_plan(0, 3, 2, birth=0), tiny.random_plan(1, 3, 2, birth=1)])
+  expected, few = grow(grower), like_with(max_rows)
+  shapes = set()
+  act = few.act
+
+  def watched(params, rows):
+    shapes.add((len(rows.active), sampling.cache_length(rows.cache)))
+    assert len(rows.active) == max_rows
+    return act(params, rows)
+  few.act = watched
+  result = grow(few)
+  assert len(shapes) == 1
+  assert_same_trees(result, expected)
+  # Whoever ends early makes room: hardly a row is run for nobody.
+  assert result.utilisation > max(0.75, expected.utilisation)
+  assert held(few) == (0, 0)
+
+
+@pytest.fixture(name='like_with')
+def _like_with(corridor):
+  """Returns a corridor with as many rows at once."""
+  def make(max_rows):
+    grower = tiny.corridor(like=corridor[0])
+    grower.max_rows = max_rows
+    return grower
+  return make
+
+
+def test_rows_that_are_filled_again_lose_nothing_of_a_growing_cache(
+    corridor, like_with, monkeypatch):
+  grower, params = corridor
+  plans = lambda: [tiny.random_plan(s, 4, 2, birth=s) for s in range(3)]
+  grow = lambda grower: grower.grow(
+      params, ['train/3'], jax.random.key(6), 5, plans())
+  expected = grow(grower)
+  monkeypatch.setattr(rollout, '_CACHE_BUCKET', 32)
+  assert_same_trees(grow(like_with(3)), expected)
+
+
+def test_only_what_a_fork_inherits_is_kept(corridor, like_with, monkeypatch):
+  _, params = corridor
+  grower = like_with(2)
+  kept, archives = [], []
+
+  class Watched(archive.Archive):
+    """Counts its caches."""
+
+    def __init__(self, config):
+      super().__init__(config)
+      archives.append(self)
+
+    def keep(self, leaves):
+      before = len(self._caches)
+      super().keep(leaves)
+      kept.append((before, len(self._caches), len(leaves)))
+      assert set(self._caches) == {self._place[leaf][0] for leaf in leaves}
+  monkeypatch.setattr(archive, 'Archive', Watched)
+  grower.grow(params, ['train/1', 'train/3'], jax.random.key(0), 4)
+  grower.grow(params, ['train/1', 'train/3'], jax.random.key(0), 4,
+              [tiny.random_plan(0, 2, 2, birth=0)])
+  # pylint: disable=protected-access
+  assert [len(one._caches) for one in archives] == [0, 0]
+  # Eight episodes through two rows: their rows took four caches, not eight.
+  assert max(before for before, _, _ in kept) <= 1 + 4 + 1
+
+
+@pytest.mark.parametrize('max_rows', [0, -3])
+def test_rows_for_nobody_are_told(corridor, max_rows):
+  with pytest.raises(ValueError, match=f'max_rows.*at least 1, got {max_rows}'):
+    rollout.Grower(
+        tiny.model(96), corridor[0].environment,
+        sampling.SamplerConfig(action_length=2), 8, max_rows=max_rows)
 
 
 def test_greedy_needs_no_key(corridor):
@@ -248,9 +341,12 @@ def test_greedy_needs_no_key(corridor):
 
 
 def test_row_buckets():
-  assert [rollout.row_bucket(n) for n in (1, 16, 17, 25, 33, 49, 65)] == [
+  assert [batches.row_bucket(n) for n in (1, 16, 17, 25, 33, 49, 65)] == [
       16, 16, 24, 32, 48, 64, 96]
-  assert [rollout.shrunk_bucket(n) for n in (1, 16, 17, 33)] == [16, 16, 32, 64]
+  assert [batches.shrunk_bucket(n) for n in (1, 16, 17, 33)] == [16, 16, 32, 64]
+  assert [batches.chunk_bucket(n, 100) for n in (1, 32, 33, 65, 100)] == [
+      32, 32, 64, 100, 100]
+  assert batches.chunk_bucket(3, 10) == 10
 
 
 # What goes wrong.

@@ -313,7 +313,7 @@ def test_without_matplotlib_the_tables_are_written(
     raise ImportError(name)
   monkeypatch.setattr(verify_theory.importlib, 'import_module', missing)
   verify_theory.write(tmp_path, [_row()], [])
-  assert "pip install 'bpo-jax[plot]'" in capsys.readouterr().out
+  assert "pip install -e '.[plot]'" in capsys.readouterr().out
   assert sorted(p.name for p in tmp_path.iterdir()) == [
       'claims.csv', 'measurements.csv', 'schedules.csv']
 
@@ -328,3 +328,19 @@ def test_all_methods_run_and_all_claims_hold(capsys):
   config = verify_theory.TheoryConfig(seeds=2, trees=256)
   assert verify_theory.run(config) == 0
   assert 'FAIL' not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('bad, message', [
+    (dict(methods=('rloo', 'rloo')), 'methods: .*rloo more than once'),
+    (dict(tasks=('late', 'late')), 'tasks: .*late more than once'),
+    (dict(tasks=()), 'tasks: expected one of'),
+])
+def test_what_would_be_counted_twice_or_not_at_all_is_refused(bad, message):
+  with pytest.raises(ValueError, match=message):
+    verify_theory.TheoryConfig(**bad)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(tmp_path):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(flags.IllegalFlagValueError, match='file'):
+    _main(out=str(tmp_path / 'file' / 'out'))

@@ -82,6 +82,12 @@ def test_bits_are_packed_without_loss(shape):
     assert int(one[token // 32]) == 1 << token % 32
 
 
+@pytest.mark.parametrize('vocab', [1, 33, 100])
+def test_a_vocabulary_that_fills_no_word_is_told(vocab):
+  with pytest.raises(ValueError, match=f'multiple of 32.*got {vocab}'):
+    sampling.pack_bits(np.ones((2, vocab), bool))
+
+
 def random_distribution(seed, num_rows=7, vocab=VOCAB, share=0.3, spread=3.0):
   rng = np.random.default_rng(seed)
   logits = spread * rng.normal(size=(num_rows, vocab))
@@ -163,6 +169,23 @@ def test_an_impossible_token_is_never_drawn(vocab):
   assert np.take_along_axis(allowed, np.asarray(tokens), axis=1).all()
 
 
+@pytest.mark.parametrize('vocab', [1025, 3000, 49152])
+def test_a_token_of_a_large_vocabulary_is_that_of_the_oracle(vocab):
+  logits, allowed = random_distribution(5, 3, vocab, share=0.7)
+  log_probs, _ = sampling.token_distribution(logits, allowed, 1.0)
+  uniforms = np.random.default_rng(1).random((50, 3)).astype(np.float32)
+  tokens = jax.vmap(sampling.inverse_cdf, (None, 0))(log_probs, uniforms)
+  sums = np.cumsum(np.exp(np.asarray(log_probs, np.float64)), axis=-1)
+  sums /= sums[:, -1:]
+  for r in range(3):
+    # Between the sums before and after it, but for what float32 rounds.
+    after = sums[r, tokens[:, r]]
+    before = after - np.diff(sums[r], prepend=0)[tokens[:, r]]
+    assert (before <= uniforms[:, r] + 1e-5).all()
+    assert (uniforms[:, r] <= after + 1e-5).all()
+    assert len(np.unique(tokens[:, r])) > 15
+
+
 def test_a_draw_of_zero_takes_the_first_possible_token():
   logits = np.zeros((1, VOCAB), np.float32)
   allowed = np.isin(np.arange(VOCAB), [7, 9])[None]
@@ -189,7 +212,7 @@ def test_no_two_draws_are_the_same():
 def filled_cache(seed, lengths, size):
   network = tiny.model()
   cache = sampling.empty_cache(network.config, len(lengths), size)
-  shape = cache.key_values.keys.shape
+  shape = cache.key_values.keys[0].shape
   rng = np.random.default_rng(seed)
   return cache._replace(
       key_values=jax.tree.map(
@@ -202,28 +225,46 @@ def test_each_row_is_written_at_its_own_index():
   lengths = [0, 3, 5, 7]
   cache = filled_cache(0, lengths, 8)
   rng = np.random.default_rng(1)
-  shape = (*cache.key_values.keys.shape[:3], 4, 4)
+  shape = (*cache.key_values.keys[0].shape[:2], 4, 4)
   new = jax.tree.map(lambda _: rng.normal(size=shape).astype(np.float32),
                      cache.key_values)
   keep = np.array(
       [[1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], bool)
   after = sampling.write_cache(cache, new, keep)
-  for name in ('keys', 'values'):
-    expected = np.array(getattr(cache.key_values, name))
+  for old, add, got in zip(*map(jax.tree.leaves, (
+      cache.key_values, new, after.key_values))):
+    expected = np.array(old)
     for row, length in enumerate(lengths):
       for place in np.flatnonzero(keep[row]):
         if length < 8:  # The last row has room for one token of two.
-          expected[:, row, :, length] = getattr(new, name)[:, row, :, place]
+          expected[row, :, length] = add[row, :, place]
         length += 1
-    np.testing.assert_array_equal(getattr(after.key_values, name), expected)
+    np.testing.assert_array_equal(got, expected)
   assert after.lengths.tolist() == [2, 7, 5, 9]
 
 
 def test_a_grown_cache_holds_what_it_held():
   cache = filled_cache(2, [1, 8], 8)
   grown = sampling.grow_cache(cache, 12)
-  for old, new in zip(cache.key_values, grown.key_values):
-    assert new.shape[3] == 12
-    np.testing.assert_array_equal(new[:, :, :, :8], old)
-    assert not new[:, :, :, 8:].any()
+  for old, new in zip(*map(jax.tree.leaves, (
+      cache.key_values, grown.key_values))):
+    assert new.shape[2] == 12
+    np.testing.assert_array_equal(new[:, :, :8], old)
+    assert not new[:, :, 8:].any()
   np.testing.assert_array_equal(grown.lengths, cache.lengths)
+
+
+def test_copied_rows_are_those_of_the_source_and_no_others():
+  cache, source = filled_cache(3, [1, 2, 3, 4], 8), filled_cache(4, [5, 6], 12)
+  to, origin = np.int32([2, 0, 1, 1]), np.int32([1, 1, 0, 0])
+  after = sampling.copy_rows(cache, source, to, origin, 2)
+  assert after.lengths.tolist() == [6, 2, 6, 4]
+  for old, other, new in zip(*map(jax.tree.leaves, (
+      cache.key_values, source.key_values, after.key_values))):
+    np.testing.assert_array_equal(new[1::2], old[1::2])
+    np.testing.assert_array_equal(new[::2], np.stack([other[1, :, :8]] * 2))
+  back = sampling.copy_rows(source, cache, to[1:2], origin[1:2], 1)
+  for old, other, new in zip(*map(jax.tree.leaves, (
+      source.key_values, cache.key_values, back.key_values))):
+    np.testing.assert_array_equal(new[0, :, :8], other[1])
+    np.testing.assert_array_equal(new[0, :, 8:], old[0, :, 8:])

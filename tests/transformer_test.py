@@ -1,10 +1,12 @@
 """The network against a slow one in float64, and its cache."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles_network as oracle
 import pytest
 import tiny_agents as tiny
 
@@ -44,77 +46,107 @@ def run(network, params, tokens, positions=None, mask=None, past=(),
   return apply(network, params, tokens, positions, mask, past, past_masks)
 
 
-# The oracle: one row, one query at a time, as the papers have it.
+LLAMA_3 = transformer.RopeScaling(
+    factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0,
+    original_positions=64)
+# The network of the policies trained from scratch, and what others switch.
+NETWORKS = {
+    'scratch': {'num_heads': 4, 'num_kv_heads': 2},
+    'one group': {'num_heads': 4, 'num_kv_heads': 1},
+    'no groups': {'num_heads': 3, 'num_kv_heads': 3},
+    'qwen2': {'attention_bias': True, 'tied': False, 'scale_embeddings': False},
+    'qwen3': {'qk_norm': True, 'scale_embeddings': False},
+    'llama3': {'rope_scaling': LLAMA_3, 'tied': False, 'num_layers': 3},
+    'all': {'attention_bias': True, 'qk_norm': True, 'rope_scaling': LLAMA_3},
+}
 
 
-def norm(x, scale, epsilon):
-  return x / np.sqrt(np.mean(x * x) + epsilon) * scale
+def shaken(params):
+  """Returns parameters none of which is 0 or 1, biases and norms included."""
+  rng = np.random.default_rng(9)
+  return jax.tree.map(
+      lambda x: x + rng.normal(scale=0.1, size=x.shape).astype('f'), params)
 
 
-def turn(x, position, theta):
-  half = len(x) // 2
-  out = np.empty_like(x)
-  for i in range(half):
-    angle = position * theta ** (-2 * i / len(x))
-    cos, sin = np.cos(angle), np.sin(angle)
-    out[i] = x[i] * cos - x[i + half] * sin
-    out[i + half] = x[i] * sin + x[i + half] * cos
-  return out
-
-
-def oracle(config, params, tokens, positions, mask):
-  """Returns [C, V] logits of one row."""
-  c = config
-  embedding = params['embedding']['embedding']
-  x = [embedding[t] * np.sqrt(c.width) for t in tokens]
-  for layer in range(c.num_layers):
-    p = jax.tree.map(lambda leaf, i=layer: leaf[i], params['blocks'])
-    x = oracle_block(c, p, x, positions, mask)
-  scale = params['final_norm']['scale']
-  return np.stack([embedding @ norm(h, scale, c.norm_epsilon) for h in x])
-
-
-def oracle_block(c, p, x, positions, mask):
-  y = [norm(h, p['attention_norm']['scale'], c.norm_epsilon) for h in x]
-  split = lambda name, h: (h @ p['attention'][name]['kernel']).reshape(
-      -1, c.head_dim)
-  queries = [[turn(q, t, c.rope_theta) for q in split('query', h)]
-             for h, t in zip(y, positions)]
-  keys = [[turn(k, t, c.rope_theta) for k in split('key', h)]
-          for h, t in zip(y, positions)]
-  values = [split('value', h) for h in y]
-  after = []
-  for i, h in enumerate(x):
-    heads = []
-    for head in range(c.num_heads):
-      group = head // (c.num_heads // c.num_kv_heads)
-      seen = np.flatnonzero(mask[i])
-      scores = np.array([queries[i][head] @ keys[j][group] for j in seen])
-      scores = np.exp(scores / np.sqrt(c.head_dim))
-      weights = scores / scores.sum()
-      heads.append(sum(w * values[j][group] for w, j in zip(weights, seen)))
-    h = h + np.concatenate(heads) @ p['attention']['out']['kernel']
-    z = norm(h, p['mlp_norm']['scale'], c.norm_epsilon)
-    gate = z @ p['gate']['kernel']
-    gate = gate / (1 + np.exp(-gate))
-    after.append(h + (gate * (z @ p['up']['kernel'])) @ p['down']['kernel'])
-  return after
-
-
-@pytest.mark.parametrize('heads', [(4, 2), (4, 1), (3, 3)])
-def test_network_is_that_of_the_oracle(heads):
-  network, params = make(
-      num_heads=heads[0], num_kv_heads=heads[1], head_dim=6, rope_theta=50.0)
+@pytest.mark.parametrize('sizes', NETWORKS.values(), ids=NETWORKS)
+def test_network_is_that_of_the_oracle(sizes):
+  network, params = make(**{'head_dim': 6, 'rope_theta': 50.0, **sizes})
+  params = shaken(params)
   rng = np.random.default_rng(0)
   tokens = rng.integers(64, size=(2, 7))
-  positions = np.sort(rng.integers(40, size=(2, 7)), axis=1)
+  # Some beyond the positions that Llama 3 leaves as they are.
+  positions = np.sort(rng.integers(200, size=(2, 7)), axis=1)
   mask = causal(2, 7) & (rng.random((2, 7, 7)) < 0.7) | np.eye(7, dtype=bool)
   logits, _ = run(network, params, tokens, positions, mask)
-  doubles = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
   for row in range(2):
-    expected = oracle(
-        network.config, doubles, tokens[row], positions[row], mask[row])
+    expected = oracle.logits(
+        network.config, params, tokens[row], positions[row], mask[row])
     np.testing.assert_allclose(logits[row], expected, atol=2e-4, rtol=2e-4)
+
+
+def test_llama_3_stretches_slow_wavelengths_alone():
+  config = tiny.model(head_dim=64, rope_theta=5e5, rope_scaling=LLAMA_3).config
+  plain = dataclasses.replace(config, rope_scaling=None)
+  ratio = (transformer.rope_frequencies(plain)
+           / transformer.rope_frequencies(config))
+  assert ratio[0] == 1.0 and abs(ratio[-1] - 8.0) < 1e-4
+  assert (np.diff(ratio) >= -1e-5).all()
+  assert ((ratio > 1.01) & (ratio < 7.99)).any()
+  np.testing.assert_allclose(
+      transformer.rope_frequencies(config),
+      [oracle.frequency(config, i) for i in range(32)], rtol=1e-5)
+
+
+def test_layers_apart_are_as_stacked():
+  network, params = make()
+  config, apart = transformer.unstack(network.config, params)
+  other = transformer.Transformer(config)
+  assert jax.eval_shape(
+      lambda: transformer.init_params(config, jax.random.key(0))
+  ) == jax.eval_shape(lambda: apart)
+  tokens = np.random.default_rng(8).integers(64, size=(2, 9))
+  logits, new = run(network, params, tokens)
+  same, layers = run(other, apart, tokens)
+  np.testing.assert_allclose(same, logits, atol=1e-5)
+  np.testing.assert_allclose(np.stack(layers.keys), new.keys, atol=1e-5)
+  # A chunk after a past whose layers are apart too, or stacked.
+  for past in (run(other, apart, tokens[:, :5])[1],
+               run(network, params, tokens[:, :5])[1]):
+    rest, _ = run(
+        other, apart, tokens[:, 5:],
+        np.broadcast_to(np.arange(5, 9), (2, 4)),
+        past=(past,), past_masks=(np.ones((2, 4, 5), bool),))
+    np.testing.assert_allclose(rest, logits[:, 5:], atol=1e-5)
+
+
+def test_what_is_computed_again_changes_no_gradient():
+  network, params = make(num_layers=1, qk_norm=True, attention_bias=True)
+  params = shaken(params)
+  tokens = np.random.default_rng(10).integers(64, size=(2, 6))
+
+  def gradient(remat):
+    config = dataclasses.replace(network.config, remat=remat)
+    other = transformer.Transformer(config)
+    loss = lambda p: jnp.sum(jnp.sin(run(other, p, tokens)[0]))
+    return jax.jit(jax.grad(loss))(params)
+
+  whole = gradient('none')
+  assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(whole))
+  for remat in ('matmuls', 'block'):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+        gradient(remat), whole)
+
+
+def test_bfloat16_blocks_are_near_float32():
+  network, params = make(qk_norm=True, attention_bias=True)
+  half = tiny.model(qk_norm=True, attention_bias=True, dtype='bfloat16')
+  tokens = np.random.default_rng(11).integers(64, size=(2, 6))
+  logits, _ = run(network, params, tokens)
+  rounded, new = run(half, params, tokens)
+  assert rounded.dtype == jnp.float32 and new.keys.dtype == jnp.bfloat16
+  difference = np.abs(rounded - logits).max()
+  assert 1e-4 < difference < 0.1
 
 
 @pytest.mark.parametrize('cuts', [(4,), (3, 4, 8)])
@@ -235,8 +267,8 @@ def test_values_are_linear_in_the_hidden_states():
 
 
 @pytest.mark.parametrize('sizes, message', [
-    ({'vocab_size': 65}, '32'), ({'num_heads': 3}, 'multiple'),
-    ({'head_dim': 5}, 'even')])
+    ({'num_heads': 3}, 'multiple'), ({'head_dim': 5}, 'even'),
+    ({'dtype': 'float16'}, 'bfloat16'), ({'remat': 'all'}, 'matmuls')])
 def test_impossible_sizes_are_told(sizes, message):
   with pytest.raises(ValueError, match=message):
     transformer.TransformerConfig(**{'vocab_size': 64, **sizes})

@@ -1,5 +1,7 @@
 """tree: views equal to the oracle, a builder that splits, checks that bite."""
 
+import dataclasses
+
 import builders
 import jax
 import numpy as np
@@ -333,3 +335,28 @@ def test_siblings_share_no_list():
   built = builder.build()
   built.tokens[0] = 8
   np.testing.assert_array_equal(builder.build().tokens, [[1, 2], [1, 2]])
+
+
+@pytest.mark.parametrize('field', sorted(
+    f.name for f in dataclasses.fields(tree_lib.Tree)))
+@pytest.mark.parametrize('bad', [None, 0, [[1]]])
+def test_a_field_that_is_no_array_is_refused(field, bad):
+  if field == 'allowed' and bad is None:
+    pytest.skip('allowed may be None')
+  tree = builders.random_trees(0).replace(**{field: bad})
+  with pytest.raises(ValueError, match=f'^{field}: expected an array'):
+    tree.validate()
+
+
+def test_allowed_sets_of_no_word_are_refused():
+  tree = builders.random_trees(0)
+  empty = np.zeros((*tree.tokens.shape, 0), np.uint32)
+  with pytest.raises(ValueError, match='allowed: expected shape .* one word'):
+    tree.replace(allowed=empty).validate()
+
+
+def test_log_probs_that_nothing_drawn_can_have_are_refused():
+  tree = builders.random_trees(0)
+  absurd = np.where(tree.action_mask, -3e38, 0).astype(np.float32)
+  with pytest.raises(ValueError, match='log_probs: expected at least'):
+    tree.replace(behaviour_log_probs=absurd).validate()

@@ -493,3 +493,73 @@ def test_wrong_budgets_and_sizes_are_errors(reports):
     designs.variance_ratio([], [], num_siblings=2, num_backbones=1)
   with pytest.raises(ValueError, match='expected one entry a branch point'):
     designs.variance_ratio([0.5], [], num_siblings=2, num_backbones=2)
+
+
+def _scaled(tree, by):
+  return tree.replace(rewards=(tree.rewards * by).astype(np.float32))
+
+
+@pytest.mark.parametrize('exponent', [-90, -40, 40])
+def test_shares_and_designs_do_not_depend_on_the_unit_of_returns(exponent):
+  task = enumerable.make('late')
+  tree = _forked(task, np.random.default_rng(1), 32, chance=0.3).tree
+  scaled = _scaled(tree, 2.0 ** exponent)
+  expected, found = _by_step(tree), _by_step(scaled)
+  for name in ('by_depth', 'by_entropy'):
+    jax.tree.map(np.testing.assert_array_equal,
+                 getattr(found, name), getattr(expected, name))
+  assert (expected.by_depth.upper > expected.by_depth.lower)[1:].all()
+  assert designs.recommend(found, 16) == designs.recommend(expected, 16)
+
+
+def test_running_sums_forget_an_update_of_huge_returns():
+  task = enumerable.make('late')
+  tree = _forked(task, np.random.default_rng(1), 32, chance=0.3).tree
+  update = jax.jit(functools.partial(variance.update, forgetting=0.3))
+  plain = hit = variance.init(num_depths=_HORIZON, depth_width=1)
+  hit = update(hit, _scaled(tree, 1e14))
+  for _ in range(90):
+    plain, hit = update(plain, tree), update(hit, tree)
+  for got, expected in zip(*(
+      jax.tree.leaves(variance.report_of(x)) for x in (hit, plain))):
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_what_float32_does_not_hold_counts_for_nothing():
+  task = enumerable.make('late')
+  tree = _forked(task, np.random.default_rng(1), 8, chance=0.3).tree
+  rewards = tree.rewards.copy()
+  rewards[0] = np.where(tree.terminal[0], 3e38 * (-1.0) ** np.arange(
+      rewards.shape[1]), 0)
+  found = _by_step(tree.replace(rewards=rewards))
+  part = _by_step(builders.take(tree, range(1, 8)))
+  assert found.num_trees == part.num_trees == 7
+  for value in jax.tree.leaves(found):
+    assert not np.isnan(value).any()
+  np.testing.assert_allclose(
+      found.by_depth.share, part.by_depth.share, rtol=1e-5)
+
+
+@pytest.mark.parametrize('field', ['share', 'lower', 'upper'])
+def test_an_interval_that_is_not_known_recommends_no_forks(field):
+  task = enumerable.make('late')
+  found = _by_step(_forked(
+      task, np.random.default_rng(1), 256, chance=0.3).tree)
+  assert designs.recommend(found, 16).points_per_backbone > 0
+  unknown = np.full(_HORIZON, np.nan, np.float32)
+  found = found.replace(by_depth=found.by_depth.replace(**{field: unknown}))
+  assert designs.recommend(found, 16).points_per_backbone == 0
+
+
+@pytest.mark.parametrize('bad', [np.nan, np.inf, -0.5, np.float32(7), [0.5, 2]])
+def test_numbers_that_mean_nothing_are_refused(bad):
+  with pytest.raises(ValueError, match='rho: expected a number from 0 to 1'):
+    designs.variance_ratio(
+        [0.5], [0.5], num_siblings=2, num_backbones=2, rho=bad)
+  with pytest.raises(ValueError, match='within: expected a finite number'):
+    designs.variance_ratio(
+        [np.nan], [0.5], num_siblings=2, num_backbones=2)
+  found = variance.report_of(variance.init())
+  for budget in (np.inf, np.nan, 2.0 ** 40):
+    with pytest.raises(ValueError, match='num_rollouts: expected'):
+      designs.recommend(found, budget)

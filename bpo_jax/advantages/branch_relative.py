@@ -98,9 +98,9 @@ def bpo_rb(tree: tree_lib.Tree, *, rho: float | chex.Array = 0.5,
 
   Args:
     tree: [B, N, T].
-    rho: trust in the siblings, in [0, 1]; or one per level [max_depth], level l
-      being a group with l groups above it, the last entry for all beyond. Entry
-      0 is not used.
+    rho: trust in the siblings, in [0, 1]; as an array one for each level
+      [max_depth], level l being a group with l groups above it, the last entry
+      for all beyond. Entry 0 is not used.
     node_weighting: as in `bpo`.
     node_values: as in `bpo`.
     incumbent: as in `bpo`.

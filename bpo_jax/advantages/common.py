@@ -35,6 +35,7 @@ def credit(tree: tree_lib.Tree, advantages: chex.Array, weights: chex.Array
 
   Both are 0 off the action tokens, and the advantage where nothing weighs.
   """
+  tree_lib.check_batch(tree)
   mask = jnp.asarray(tree.action_mask)
   fields = (masked.fill(x.astype(jnp.float32), mask & (weights != 0))
             for x in (advantages, weights))

@@ -4,6 +4,7 @@ They train on rows (`rows`): first trajectories, and forks from their branch
 points on. Where credit goes by row the root, which holds the prompt, weighs 0.
 """
 
+import math
 from typing import Literal
 
 import chex
@@ -66,8 +67,8 @@ def cbpo(tree: tree_lib.Tree, *, cbv_clip: float = 0.5, cbv_scale: float = 0.2,
     Contrastive Branch Policy Optimization (arXiv 2608.24300); exact. That Z
     divides by the population's standard deviation is read.
   """
-  checks.at_least('cbv_clip', cbv_clip, 0)
-  checks.at_least('cbv_scale', cbv_scale, 0)
+  checks.between('cbv_clip', cbv_clip, 0)
+  checks.between('cbv_scale', cbv_scale, 0)
   weights = _row_weights(tree, path_weighting)
   values, leaf = returns.centred_leaf_returns(tree), tree_lib.is_leaf(tree)
   end = rows.ahead(tree, leaf)
@@ -201,6 +202,7 @@ def branpo(tree: tree_lib.Tree, *, success_threshold: float = 0.8,
     Zhao et al. 2026, BranPO (arXiv 2602.03719); exact by the released code
     where not said to be read.
   """
+  checks.between('success_threshold', success_threshold, -math.inf)
   values, leaf = returns.centred_leaf_returns(tree), tree_lib.is_leaf(tree)
   end = rows.ahead(tree, leaf)
   kept, rejected = _preferences(tree, end, success_threshold)
@@ -265,6 +267,7 @@ def gcpo(tree: tree_lib.Tree, *, golden: chex.Array | None = None,
                'a [B, N] bool array that marks the golden trajectory')
   checks.shape('golden', golden, tree.parents.shape)
   checks.between('contrast_beta', contrast_beta, 0)
+  checks.between('success_threshold', success_threshold, -math.inf)
   leaf = tree_lib.is_leaf(tree)
   teacher = leaf & jnp.asarray(golden, bool)
   rollout = leaf & ~teacher

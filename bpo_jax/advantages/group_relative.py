@@ -134,6 +134,7 @@ def standardised(tree: tree_lib.Tree, scale: Scale = 'std',
     ValueError: if the scale is unknown.
   """
   checks.one_of('scale', scale, Scale)
+  checks.between('epsilon', epsilon, 0)
   values, leaf = returns.centred_leaf_returns(tree), tree_lib.is_leaf(tree)
   advantages = values - masked.mean(values, leaf, axis=-1, keepdims=True)
   if scale == 'std':

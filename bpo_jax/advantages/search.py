@@ -6,6 +6,8 @@ no credit. What lies above the first branching is no segment, and gets 0 where
 credit goes by segment.
 """
 
+import math
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -128,7 +130,7 @@ def spo_tree(tree: tree_lib.Tree, *, max_probability: float = 0.9,
     Guo et al. 2025, Segment Policy Optimization, SPO-tree and its probability
     mask (arXiv 2505.23564); exact.
   """
-  checks.at_least('max_probability', max_probability, 0)
+  checks.between('max_probability', max_probability, 0)
   values = returns.centred_values(tree, node_values)
   gain = values - walks.at_parent(values, tree.parents)
   limit = jnp.log(jnp.float32(max_probability))
@@ -182,6 +184,8 @@ def sipo(tree: tree_lib.Tree, *, a2: chex.Array | float | None = None,
   """
   checks.given('a2', a2, 'sipo', 'the slope that selection_slope found in the '
                'batch before, 0.0 to correct nothing')
+  checks.between('a2', a2, -math.inf)
+  checks.between('w', w, -math.inf)
   values = returns.centred_values(tree, node_values)
   selected = (common.is_incumbent(tree) & tree_lib.is_first_child(tree)
               & (tree.parents > 0))
@@ -209,8 +213,9 @@ def selection_slope(tree: tree_lib.Tree, *, unit: Unit = 'token',
     node_values: as in `sipo`.
 
   Returns:
-    covariance, variance: float32 scalars, sum Z Y in reward units and sum Z^2.
-    No gradient flows.
+    covariance, variance: float32 scalars, sum Z Y in reward units and sum Z^2;
+    both are 0 where one is not finite, so that running sums stay so. No
+    gradient flows.
 
   Raises:
     ValueError: if an option is unknown.
@@ -226,7 +231,8 @@ def selection_slope(tree: tree_lib.Tree, *, unit: Unit = 'token',
   z = masked.whiten(surprisal, mask, per_tree, epsilon=1e-6)
   y = values - masked.mean(values, mask, per_tree, keepdims=True)
   sums = masked.sum(z * y, mask), masked.sum(jnp.square(z), mask)
-  return jax.lax.stop_gradient(sums)
+  known = jnp.isfinite(sums[0]) & jnp.isfinite(sums[1])
+  return jax.lax.stop_gradient(tuple(masked.fill(x, known) for x in sums))
 
 
 def _segment_credit(tree, advantages, weights):

@@ -5,6 +5,7 @@ what it earned. A fork inside an action makes two steps of it. A node that paths
 share has the mean of the paths' credit, and the step's own as it is.
 """
 
+import math
 from typing import Literal
 
 import chex
@@ -59,6 +60,8 @@ def gigpo(tree: tree_lib.Tree, *, omega: float = 1.0, discount: float = 0.95,
     Feng et al. 2025, Group-in-Group Policy Optimization (arXiv 2505.10978).
     Exact where the tree branches at its root alone; shared steps are read.
   """
+  checks.between('omega', omega, -math.inf)
+  checks.between('discount', discount, 0, 1)
   episode = group_relative.standardised(tree, scale, epsilon)
   groups, mask = _same_anchor(tree)
   deviation = _return_deviation(tree, discount, groups, mask)
@@ -100,6 +103,7 @@ def istar(tree: tree_lib.Tree, *, implicit_rewards: chex.Array | None = None,
     denominator of the variance, is read.
   """
   checks.one_of('episode', episode, Episode)
+  checks.between('alpha', alpha, -math.inf)
   critic.check_per_token('implicit_rewards', implicit_rewards, tree, 'istar',
                          'beta log(pi_phi / pi_old) of each action token')
   paths = (group_relative.leave_one_out(tree) if episode == 'rloo'
@@ -144,7 +148,7 @@ def iapo(tree: tree_lib.Tree, *, entropy_share: float = 0.5,
     IAPO (arXiv 2608.24588). Read: of the paper only the laws are public, that
     weights conserve the mass and the sign; this is the plainest such rule.
   """
-  _check_share('entropy_share', entropy_share)
+  checks.between('entropy_share', entropy_share, 0, 1)
   advantages = group_relative.standardised(tree, 'std', epsilon)
   mask = jnp.asarray(tree.action_mask)
   entropies = jnp.maximum(masked.fill(jnp.asarray(tree.entropies), mask), 0)
@@ -234,9 +238,3 @@ def _path_mean(values, mask, parents):
   total = walks.sum_above(masked.sum(values, mask, axis=-1), parents)
   return masked.divide(
       total, walks.sum_above(masked.count(mask, axis=-1), parents))
-
-
-def _check_share(name, share):
-  """Raises ValueError unless the host number lies in [0, 1]."""
-  if not 0 <= share <= 1:
-    raise ValueError(f'{name}: expected a number from 0 to 1, got {share}')

@@ -87,12 +87,13 @@ def adaptive(tree: tree_lib.Tree, *, design: depths.Design | None = None,
     Ours; the variance that the design goes by extends theorem 4.3 of Branching
     Policy Optimization (arXiv 2607.14171).
   """
-  checks.at_least('num_branch_points', num_branch_points, 1, ' (M)')
-  checks.at_least('num_rollouts', num_rollouts, 1)
+  decisions_lib.check_sizes(num_branch_points, 1)
+  decisions_lib.check_rollouts(num_rollouts)
+  tree_lib.check_batch(tree)
   if not 0 <= explore < 1:
     raise ValueError(
         f'explore: expected a share from 0 to below 1, got {explore}')
-  checks.given('key', key, 'adaptive', 'a typed key')
+  checks.one_key('adaptive', key)
   design = depths.unknown() if design is None else design
   first = _first_trajectories(tree)
   coin_key, depth_key = jax.random.split(key)
@@ -166,8 +167,7 @@ def _forks(tree, first, design, num_explorers, open_mask, birth, key):
   decisions = decisions_lib.find(tree, birth=None)
   mask = decisions.mask & first.mask[..., None]
   if birth is not None:
-    stage = jnp.reshape(jnp.asarray(birth), (-1, 1))
-    mask = mask & (tree.birth <= stage)[..., None]
+    mask = mask & (tree.birth <= decisions_lib.stage(birth))[..., None]
   before = depths.actions_before(tree)
   num_bins, width = len(design.costs), design.depth_width
   level = jnp.minimum(before // width, num_bins - 1)

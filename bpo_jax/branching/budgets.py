@@ -4,6 +4,8 @@ All but `branpo_tail` bring a tree to `num_rollouts` leaves, those that are
 there included. A fresh rollout is a fork before the root's first action.
 """
 
+import math
+
 import chex
 import jax.numpy as jnp
 
@@ -71,7 +73,16 @@ def cbpo_allocation(tree: tree_lib.Tree, *, num_rollouts: int = 16,
     entropy.
   """
   decisions_lib.check_rollouts(num_rollouts)
-  checks.at_least('boundary_interval', boundary_interval, 1)
+  checks.whole('boundary_interval', boundary_interval)
+  for name, number in dict(
+      num_candidates=num_candidates, max_forks_per_point=max_forks_per_point,
+      max_forks_per_path=max_forks_per_path).items():
+    checks.whole(name, number)
+  for name, number in dict(
+      base_probability=base_probability, min_probability=min_probability,
+      probability_decay=probability_decay).items():
+    checks.between(name, number, 0)
+  checks.between('entropy_gain', entropy_gain, -math.inf)
   entropy = _window_entropy(tree, entropy_window, vocab_size)
   first = trajectories.first_on_path(entropy, tree)[..., None]
   p_raw = jnp.clip(base_probability + entropy_gain * (entropy - first), 0, 1)
@@ -93,7 +104,9 @@ def cbpo_allocation(tree: tree_lib.Tree, *, num_rollouts: int = 16,
     return jnp.where(allowed, p, -jnp.inf)
 
   budget = decisions_lib.forks_left(tree, num_rollouts)
-  chosen = decisions_lib.allocate(score, (p_raw, number), num_rollouts, budget)
+  chosen = decisions_lib.allocate(
+      score, (p_raw, number), num_rollouts, budget,
+      num_steps=p_raw.shape[-1] * int(max_forks_per_point))
   return _with_fresh(tree, chosen, budget)
 
 
@@ -139,7 +152,9 @@ def arpo_after_tool(tree: tree_lib.Tree, *, num_rollouts: int = 16,
     whole distribution and not of its ten likeliest tokens.
   """
   decisions_lib.check_rollouts(num_rollouts)
-  checks.given('key', key, 'arpo_after_tool', 'a typed key')
+  checks.one_key('arpo_after_tool', key)
+  checks.between('entropy_weight', entropy_weight, -math.inf)
+  checks.between('fork_threshold', fork_threshold, 0, 1)
   entropy = _window_entropy(
       tree, entropy_window, vocab_size, per_action=True, mean=mean_entropy)
   rise = entropy - trajectories.first_on_path(entropy, tree)[..., None]
@@ -192,6 +207,7 @@ def trace_budget(tree: tree_lib.Tree, *, values: chex.Array | None = None,
   decisions_lib.check_rollouts(num_rollouts)
   checks.given('values', values, 'trace_budget',
                'the predicted success at the end of every node, [B, N]')
+  checks.between('success_threshold', success_threshold, -math.inf)
   values = jnp.clip(masked.fill(jnp.asarray(values), tree.node_mask), 0, 1)
   success = _outcome(tree, success_threshold)
   same = jnp.where(success, walks.at_parent(values, tree.parents),
@@ -276,9 +292,10 @@ def branpo_tail(tree: tree_lib.Tree, *, success_threshold: float = 0.8,
       branches_when_failed=branches_when_failed,
       branches_when_long=branches_when_long)
   for name, number in numbers.items():
-    checks.at_least(name, number, 2, ' (the own tail and a fork)')
+    checks.whole(name, number, 2, ' (the own tail and a fork)')
+    decisions_lib.check_sizes(num_branch_points, number - 1, f'({name} - 1)')
+  checks.between('success_threshold', success_threshold, -math.inf)
   most = max(numbers.values()) - 1
-  decisions_lib.check_sizes(num_branch_points, most)
   solved, failed, long = _situations(tree, success_threshold, birth)
   steps, missed, tried = _tail(tree, success_threshold)
   until_here = (steps == 1) | (steps == 2) & missed[1] | (
@@ -303,7 +320,7 @@ def _situations(tree, success_threshold, birth):
   """Returns whose trajectories are solved, failed or long, [B, N, 1] each."""
   leaf = tree_lib.is_leaf(tree)
   if birth is not None:
-    leaf &= tree.birth == jnp.reshape(jnp.asarray(birth), (-1, 1))
+    leaf &= tree.birth == decisions_lib.stage(birth)
   success = _outcome(tree, success_threshold)
   right = leaf & success
   num_leaves, num_right = (
@@ -384,8 +401,8 @@ def _shared_place(tree):
 def _window_entropy(tree, entropy_window, vocab_size, per_action=False,
                     mean=True):
   """Returns the entropy from a token on, as a share of log|V|, [B, N, T]."""
-  checks.at_least('entropy_window', entropy_window, 1)
-  checks.at_least('vocab_size', vocab_size, 2)
+  checks.whole('entropy_window', entropy_window)
+  checks.whole('vocab_size', vocab_size, 2)
   laid_out = trajectories.lay_out(tree)
   group = laid_out.number
   if per_action:

@@ -20,6 +20,8 @@ from bpo_jax import walks
 Unit = tree_lib.Unit
 Statistic = Literal['first_token', 'action']
 
+_MOST_SLOTS = 2 ** 20  # Of a plan, which holds all of them, used or not.
+
 
 @chex.dataclass(frozen=True, mappable_dataclass=False)
 class Decisions:
@@ -49,17 +51,18 @@ def find(tree: tree_lib.Tree, birth: chex.Numeric | None = 0,
     unit: whether only the first token of an action is a decision, or each.
 
   Raises:
-    ValueError: if the unit is unknown.
+    ValueError: if the unit is unknown, the stage out of range, or the tree no
+      batch.
   """
   checks.one_of('unit', unit, Unit)
+  tree_lib.check_batch(tree)
   offset = jnp.arange(tree.tokens.shape[-1])
   first = tree_lib.is_first_child(tree)[..., None]
   starts = tree_lib.action_starts(tree)
   mask = starts if unit == 'action' else jnp.asarray(tree.action_mask)
   mask = mask & ((offset > 0) | first)
   if birth is not None:
-    stage = jnp.reshape(jnp.asarray(birth), (-1, 1))
-    mask = mask & (tree.birth == stage)[..., None]
+    mask = mask & (tree.birth == stage(birth))[..., None]
   enter, end = walks.preorder(tree.parents, tree.node_mask)
 
   def host(values):
@@ -69,6 +72,16 @@ def find(tree: tree_lib.Tree, birth: chex.Numeric | None = 0,
   return Decisions(
       mask=mask, enter=host(enter), end=host(end),
       position=tree_lib.tokens_above(tree)[..., None] + offset)
+
+
+def stage(birth: chex.Numeric) -> types.Array:
+  """Returns a stage, or one for each tree, to compare [B, N] births with.
+
+  Raises:
+    ValueError: if it is out of range.
+  """
+  checks.between('birth', birth, 0, checks.MOST)
+  return jnp.reshape(jnp.asarray(birth), (-1, 1))
 
 
 def entropies(tree: tree_lib.Tree, statistic: Statistic = 'first_token'
@@ -97,9 +110,13 @@ def noise(shape: tuple[int, ...], key: chex.PRNGKey | None) -> types.Array:
   Args:
     shape: (B, N, T) or (B, N).
     key: a typed key; consumed. None gives zeros.
+
+  Raises:
+    ValueError: if it is no key, or several.
   """
   if key is None:
     return jnp.zeros(shape)
+  checks.one_key('branch policy', key)
   # A key for every entry, from its own indices alone.
   for size in shape:
     fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
@@ -126,12 +143,26 @@ def greedy(decisions: Decisions, scores: chex.Array, num_slots: int,
   Returns:
     [B, M] int32 indices into the flattened [N * T], in the order of choice; -1
     for nothing left.
+
+  Raises:
+    ValueError: if a size is out of range.
   """
+  check_most('max_per_path', max_per_path)
+  checks.whole('min_spacing', min_spacing, 0, ' (tokens)')
   cap = num_slots if max_per_path is None else max_per_path
   if tie_noise is None:
     tie_noise = jnp.zeros(scores.shape)
-  single = lambda d, s, n: _greedy(d, s, n, num_slots, min_spacing, cap)
-  return jax.vmap(single)(decisions, scores, tie_noise)
+  # A decision is taken once: more steps than decisions would find nothing.
+  steps = min(num_slots, scores.shape[-2] * scores.shape[-1])
+  single = lambda d, s, n: _greedy(d, s, n, steps, min_spacing, cap)
+  chosen = jax.vmap(single)(decisions, scores, tie_noise)
+  return _with_unused(chosen, num_slots)
+
+
+def _with_unused(chosen, num_slots):
+  """Returns [B, num_slots] with unused slots behind those that there are."""
+  extra = num_slots - chosen.shape[-1]
+  return jnp.pad(chosen, ((0, 0), (0, extra)), constant_values=-1)
 
 
 def _greedy(decisions, scores, noise_, num_slots, min_spacing, cap):
@@ -190,7 +221,8 @@ def best(decisions: Decisions, scores: chex.Array, num_branch_points: int,
 
 
 def allocate(score: Callable[..., types.Array], arrays: types.ArrayTree,
-             num_slots: int, budget: chex.Numeric) -> types.Array:
+             num_slots: int, budget: chex.Numeric, num_steps: int | None = None
+             ) -> types.Array:
   """Gives out forks one at a time, each where one more is worth most.
 
   Args:
@@ -201,18 +233,21 @@ def allocate(score: Callable[..., types.Array], arrays: types.ArrayTree,
       the first of them is [B, S].
     num_slots: M, forks to give out at most.
     budget: int32, forks a tree may have; a scalar or [B].
+    num_steps: slots after which there is nothing left for certain; None for M.
 
   Returns:
     [B, M] int32 places in the order of choice, the same place as often as it
     was chosen; -1 for nothing left. Of equal scores the first place wins.
   """
   places = jax.tree.leaves(arrays)[0]
-  single = lambda a, b: _allocate(score, a, num_slots, b)
-  return jax.vmap(single)(
+  steps = num_slots if num_steps is None else min(num_slots, num_steps)
+  single = lambda a, b: _allocate(score, a, steps, b)
+  chosen = jax.vmap(single)(
       arrays, jnp.broadcast_to(jnp.asarray(budget), places.shape[:1]))
+  return _with_unused(chosen, num_slots)
 
 
-def _allocate(score, arrays, num_slots, budget):
+def _allocate(score, arrays, num_steps, budget):
   def take(forks, slot):
     scores = score(slot, forks, arrays)
     index = jnp.argmax(scores)
@@ -220,7 +255,7 @@ def _allocate(score, arrays, num_slots, budget):
     return forks.at[index].add(found), jnp.where(found, index, -1)
 
   forks = jnp.zeros(jax.tree.leaves(arrays)[0].shape, jnp.int32)
-  return jax.lax.scan(take, forks, jnp.arange(num_slots))[1]
+  return jax.lax.scan(take, forks, jnp.arange(num_steps))[1]
 
 
 def fresh(tree: tree_lib.Tree) -> types.Array:
@@ -285,37 +320,67 @@ def plan(chosen: chex.Array, count: chex.Numeric, budget: chex.Numeric,
 def merged_plan(chosen: chex.Array, count: chex.Numeric, budget: chex.Numeric,
                 num_tokens: int) -> types.BranchPlan:
   """Returns `plan` with equal indices in one slot, and used slots first."""
-  used = chosen >= 0
-  same = (chosen[:, :, None] == chosen[:, None, :]) & used[:, None, :]
-  count = jnp.sum(same * jnp.broadcast_to(count, chosen.shape)[:, None],
-                  axis=-1)
-  is_first = jnp.argmax(same, axis=-1) == jnp.arange(chosen.shape[-1])
-  chosen = jnp.where(is_first, chosen, -1)
+  count = jnp.where(chosen >= 0, count, 0)
+  chosen, count = jax.vmap(_merged)(chosen, count)
   order = jnp.argsort(chosen < 0, axis=-1, stable=True)
   chosen, count = (
       jnp.take_along_axis(x, order, axis=-1) for x in (chosen, count))
   return plan(chosen, count, budget, num_tokens)
 
 
-def check_sizes(num_branch_points: int, num_forks: int) -> None:
+def _merged(chosen, count):
+  """Returns [M] indices, -1 but at the first of equals, and their sums."""
+  order = jnp.argsort(chosen, stable=True)
+  ranked = chosen[order]
+  is_first = jnp.pad(
+      ranked[1:] != ranked[:-1], (1, 0), constant_values=True)
+  group = jnp.cumsum(is_first) - 1
+  total = jnp.zeros_like(count).at[group].add(count[order])[group]
+  put = lambda x: jnp.zeros_like(x).at[order].set(x)
+  return put(jnp.where(is_first, ranked, -1)), put(total)
+
+
+def check_sizes(num_branch_points: int, num_forks: int,
+                name: str = 'num_forks') -> None:
   """Refuses numbers of branch points and forks that make no sibling group.
 
+  Args:
+    num_branch_points: M.
+    num_forks: forks at each.
+    name: what the latter is called.
+
   Raises:
-    ValueError: if there is no branch point, or fewer than one fork at each.
+    ValueError: if there is no branch point, or fewer than one fork at each, or
+      more of either than can be counted.
   """
-  checks.at_least('num_branch_points', num_branch_points, 1, ' (M)')
-  checks.at_least('num_forks', num_forks, 1, ' (K - 1: a group of K < 2 '
-                  'siblings has nothing to compare)')
+  checks.whole('num_branch_points', num_branch_points, 1, ' (M)', _MOST_SLOTS)
+  checks.whole(name, num_forks, 1, ' (K - 1: a group of K < 2 '
+               'siblings has nothing to compare)')
+  forks = int(num_branch_points) * int(num_forks)
+  if forks > checks.MOST:
+    raise ValueError(
+        f'num_branch_points x {name}: expected at most {checks.MOST} forks a '
+        f'tree, got {num_branch_points} x {num_forks} = {forks}')
+
+
+def check_most(name: str, number: int | None) -> None:
+  """Refuses a cap on branch points that leaves none; None is no cap.
+
+  Raises:
+    ValueError: if it is below one.
+  """
+  if number is not None:
+    checks.whole(name, number, 1, ' branch point')
 
 
 def check_rollouts(num_rollouts: int) -> None:
   """Refuses a budget that is too small for one rollout.
 
   Raises:
-    ValueError: if it is below one.
+    ValueError: if it is below one, or more than a plan can hold.
   """
-  checks.at_least('num_rollouts', num_rollouts, 1,
-                  ' (leaves of a tree, those that are there included)')
+  checks.whole('num_rollouts', num_rollouts, 1, ' (leaves of a tree, those '
+               'that are there included)', _MOST_SLOTS)
 
 
 def forks_left(tree: tree_lib.Tree, num_rollouts: int) -> types.Array:

@@ -37,8 +37,8 @@ def unknown(num_depths: int = 8, depth_width: int = 4) -> Design:
   Raises:
     ValueError: if a size is out of range.
   """
-  checks.at_least('num_depths', num_depths, 1)
-  checks.at_least('depth_width', depth_width, 1)
+  checks.whole('num_depths', num_depths)
+  checks.whole('depth_width', depth_width)
   return Design(
       num_siblings=jnp.asarray(1, jnp.int32), bins=jnp.zeros(num_depths, bool),
       costs=jnp.ones(num_depths), depth_width=jnp.asarray(

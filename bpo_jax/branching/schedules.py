@@ -112,7 +112,7 @@ def random(tree: tree_lib.Tree, *, num_branch_points: int = 4,
   References:
     Branching Policy Optimization (arXiv 2607.14171), schedules, restated.
   """
-  checks.given('key', key, 'random', 'a typed key')
+  checks.one_key('random', key)
   decisions = decisions_lib.find(tree, birth)
   scores = decisions_lib.noise(decisions.mask.shape, key)
   return decisions_lib.best(
@@ -156,7 +156,7 @@ def equally_spaced(tree: tree_lib.Tree, *, num_branch_points: int = 4,
       decisions.mask, decisions.position, number, *span))
   chosen = decisions_lib.allocate(
       _nearness(num_branch_points), (*arrays, has_one), num_branch_points,
-      num_branch_points)
+      num_branch_points, num_steps=number.shape[-1] * arrays[0].shape[-1])
   return decisions_lib.merged_plan(
       chosen, num_forks, num_branch_points * num_forks, tree.tokens.shape[-1])
 

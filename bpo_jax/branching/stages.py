@@ -33,7 +33,7 @@ def recursive(policy: Callable[..., types.BranchPlan], depth: int
   Raises:
     ValueError: if `depth` is below 1 or the policy has no option `birth`.
   """
-  checks.at_least('depth', depth, 1)
+  checks.whole('depth', depth)
   signature = inspect.signature(policy)
   options = dict(signature.parameters)
   if options.pop('birth', None) is None:

@@ -4,6 +4,7 @@ They fork at any token of an action, not at its first alone, unless they say
 otherwise.
 """
 
+import math
 import typing
 from typing import Literal
 
@@ -73,6 +74,7 @@ def appo_score(tree: tree_lib.Tree, *,
   decisions_lib.check_sizes(num_branch_points, num_forks)
   if influence_decay is None:
     influence_decay = 1.0 if variant == 'released' else 2 ** (-1 / 64)
+  checks.between('influence_decay', influence_decay, 0, 1)
   laid_out = trajectories.lay_out(tree)
   scores, candidates = _appo_scores(
       tree, laid_out, current_log_probs, influence_decay)
@@ -135,7 +137,7 @@ def tree_grpo_random(tree: tree_lib.Tree, *, num_branch_points: int = 4,
   References:
     Tree-GRPO (arXiv 2509.21240); which states count as nodes is read.
   """
-  checks.given('key', key, 'tree_grpo_random', 'a typed key')
+  checks.one_key('tree_grpo_random', key)
   decisions = decisions_lib.find(tree, birth)
   inner = decisions.position > tree_lib.num_tokens(tree)[:, :1, None]
   decisions = decisions.replace(mask=decisions.mask & inner)
@@ -217,7 +219,9 @@ def spo_cutpoints(tree: tree_lib.Tree, *, cutpoints_per_segment: int = 5,
     SPO-tree (arXiv 2505.23564), restated; on which side of its last cutpoint a
     segment ends is read.
   """
-  checks.at_least('cutpoints_per_segment', cutpoints_per_segment, 1)
+  checks.whole('cutpoints_per_segment', cutpoints_per_segment)
+  checks.positive('cutpoint_probability', cutpoint_probability)
+  checks.between('cutpoint_probability', cutpoint_probability, 0, 1)
   laid_out = trajectories.lay_out_segments(tree)
   surprising = tree_lib.surprisal(tree) > -jnp.log(cutpoint_probability)
   cutpoint = trajectories.read(laid_out, surprising, tree).astype(jnp.float32)
@@ -269,8 +273,9 @@ def sipo(tree: tree_lib.Tree, *, sibling_penalty: float = 1.0,
     SIPO (arXiv 2609.34805), restated; that siblings are z-scored as well, and
     over one tree, is read.
   """
-  checks.at_least('num_forks', num_forks, 2,
-                  ' (B > 1 fresh continuations of every decision)')
+  checks.whole('num_forks', num_forks, 2,
+               ' (B > 1 fresh continuations of every decision)')
+  checks.between('sibling_penalty', sibling_penalty, -math.inf)
   decisions = decisions_lib.find(tree, birth, unit)
   surprisal = tree_lib.surprisal(tree, unit)
   siblings = walks.at_parent(tree_lib.num_children(tree), tree.parents) - 1
@@ -296,7 +301,7 @@ def _best_per_backbone(tree, decisions, scores, max_per_backbone, key=None):
   """Returns the decisions that are among the best below a child of the root."""
   if max_per_backbone is None:
     return decisions
-  checks.at_least('max_per_backbone', max_per_backbone, 1)
+  decisions_lib.check_most('max_per_backbone', max_per_backbone)
   below_root = jnp.asarray(tree.parents) == 0
   backbone = walks.nearest_above(below_root, tree.parents)
   flat = lambda x: jnp.broadcast_to(

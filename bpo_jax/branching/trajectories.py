@@ -50,6 +50,7 @@ def lay_out_segments(tree: tree_lib.Tree) -> Trajectories:
 
 def _lay_out(tree, start):
   """Returns the action tokens by the node that their sequence began with."""
+  tree_lib.check_batch(tree)
   trees, num_nodes, num_tokens = tree.tokens.shape
   number = jnp.where(tree.action_mask, start[..., None], num_nodes)
   place = tree_lib.tokens_above(tree)[..., None] + jnp.arange(num_tokens)
@@ -98,7 +99,7 @@ def window_sum(values: chex.Array, group: chex.Array, size: int
 def _windows(values, group, size):
   """Returns [B, L, size] values and which of them are the token's group's."""
   length = values.shape[-1]
-  index = jnp.arange(length)[:, None] + jnp.arange(size)
+  index = jnp.arange(length)[:, None] + jnp.arange(min(size, length))
   ahead = jnp.minimum(index, length - 1)
   mask = (index < length) & (group[:, ahead] == group[..., None])
   return values[:, ahead], mask

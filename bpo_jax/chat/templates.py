@@ -230,6 +230,6 @@ def _libraries() -> list[str]:
   found = [importlib.util.find_spec(name) for name in ('jinja2', 'markupsafe')]
   if None in found:
     raise ImportError(
-        "chat templates need the extra 'hf': pip install 'bpo-jax[hf]'")
+        "chat templates need the extra 'hf': pip install -e '.[hf]'")
   return list(dict.fromkeys(
       str(pathlib.Path(spec.origin).parents[1]) for spec in found))

@@ -1,6 +1,14 @@
 """A decoder-only transformer: RMSNorm, RoPE, grouped heads, SwiGLU.
 
+One module for all that differ in switches alone: the small policies trained
+from scratch, Qwen2 and 2.5, Qwen3, Llama 3.x, SmolLM2. `hugging_face` reads and
+writes their published weights, `lora` adapts them.
+
 The layers are stacked and scanned, so compile time does not grow with depth.
+On a CPU a scan copies the weights of each layer before it reads them, which is
+lost in the matrix products of a long chunk, but half of the time of a single
+token: to decode, `unstack` the layers once.
+
 The module never writes its cache: it reads one, and hands back the keys and
 values of the tokens it was given. Who owns a cache decides where they go, which
 is what lets a fork inherit its parent's and a decode loop write once a turn.
@@ -10,14 +18,65 @@ optimiser, the checkpoint and the sharding rules see without a module object.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from bpo_jax import attention
+from bpo_jax import checks
 
 # Not -inf: a row whose every key is masked would become NaN in the softmax.
 MASKED_SCORE = -1e30
+
+
+# What a block's backward pass finds again in memory, see `TransformerConfig`.
+Remat = Literal['none', 'matmuls', 'block']
+
+# The linear maps of a block, where low-rank adapters can go.
+PROJECTIONS = ('query', 'key', 'value', 'out', 'gate', 'up', 'down')
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+  """How Llama 3.1 and later stretch the slow wavelengths of RoPE.
+
+  Attributes:
+    factor: long wavelengths are this many times longer.
+    low_frequency_factor: wavelengths above `original_positions` / this are
+      stretched in full.
+    high_frequency_factor: those below `original_positions` / this, not at all.
+    original_positions: tokens of a sequence before the stretching.
+  """
+
+  factor: float
+  low_frequency_factor: float
+  high_frequency_factor: float
+  original_positions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+  """Low-rank adapters: x W becomes x W + (alpha / rank) x A B.
+
+  References: arXiv 2106.09685, section 4.1.
+
+  Attributes:
+    rank: columns of A.
+    alpha: scale; alpha / rank multiplies what the adapter says.
+    targets: projections that have one, of `PROJECTIONS`.
+  """
+
+  rank: int
+  alpha: float
+  targets: tuple[str, ...] = PROJECTIONS
+
+  def __post_init__(self):
+    checks.at_least('rank', self.rank, 1)
+    for target in self.targets:
+      checks.one_of('targets', target, PROJECTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +84,8 @@ class TransformerConfig:
   """The shape of the network.
 
   Attributes:
-    vocab_size: tokens V, a multiple of 32 (allowed sets are bit masks).
+    vocab_size: tokens V; a multiple of 32 where actions are constrained
+      (allowed sets are bit masks).
     width: model width D.
     num_layers: blocks.
     num_heads: query heads H.
@@ -33,8 +93,20 @@ class TransformerConfig:
     head_dim: width of one head, even (RoPE turns pairs).
     mlp_width: inner width of the SwiGLU.
     rope_theta: base of the rotary wavelengths.
+    rope_scaling: how they are stretched; None leaves them.
     norm_epsilon: added to the mean square in RMSNorm.
+    scale_embeddings: whether embeddings are multiplied by sqrt(width).
+    tied: whether the logits use the embedding's own matrix.
+    attention_bias: whether queries, keys and values have a bias (Qwen2).
+    qk_norm: whether each head's queries and keys pass an RMSNorm (Qwen3).
     value_head: whether a critic reads the hidden states, see `values`.
+    lora: adapters beside the projections; None for none.
+    dtype: what blocks compute in, 'float32' or 'bfloat16'; norms, softmax,
+      logits and parameters are float32.
+    remat: what the backward pass computes again: nothing, all of a block but
+      its matrix products, or the whole block.
+    scan: whether layers are stacked and scanned, or each has arrays of its own,
+      see `unstack`.
   """
 
   vocab_size: int
@@ -45,14 +117,21 @@ class TransformerConfig:
   head_dim: int = 24
   mlp_width: int = 256
   rope_theta: float = 10_000.0
+  rope_scaling: RopeScaling | None = None
   norm_epsilon: float = 1e-6
+  scale_embeddings: bool = True
+  tied: bool = True
+  attention_bias: bool = False
+  qk_norm: bool = False
   value_head: bool = False
+  lora: LoraConfig | None = None
+  dtype: str = 'float32'
+  remat: Remat = 'block'
+  scan: bool = True
 
   def __post_init__(self):
-    if self.vocab_size % 32:
-      raise ValueError(
-          f'vocab_size must be a multiple of 32, got {self.vocab_size}'
-      )
+    checks.one_of('dtype', self.dtype, ('float32', 'bfloat16'))
+    checks.one_of('remat', self.remat, Remat)
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
           'num_heads must be a multiple of num_kv_heads, got'
@@ -63,31 +142,72 @@ class TransformerConfig:
 
 
 class KeyValues(NamedTuple):
-  """Keys and values of some tokens in every layer."""
+  """Keys and values of some tokens in every layer.
+
+  Where layers are not scanned, tuples of as many [R, G, S, head_dim].
+  """
 
   keys: jax.Array  # [layers, R, G, S, head_dim] float32
   values: jax.Array  # [layers, R, G, S, head_dim] float32
 
 
-def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+def rope_frequencies(config: TransformerConfig) -> np.ndarray:
+  """Returns [head_dim / 2] float32, radians that a position turns each pair.
+
+    f_i = theta^(-2 i / head_dim)
+
+  Llama 3 divides f by `factor` where the wavelength 2 pi / f is long, leaves it
+  where it is short, and blends the two in between. Positions multiply what is
+  rounded off, so the powers are taken in float64.
+
+  References: arXiv 2104.09864, eq. 15; the scaling as Llama 3.1 was published.
+  """
+  half = config.head_dim // 2
+  frequencies = config.rope_theta ** (-np.arange(half) / half)
+  scaling = config.rope_scaling
+  if scaling is not None:
+    turns = scaling.original_positions * frequencies / (2 * np.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    frequencies *= kept + (1 - kept) / scaling.factor
+  return frequencies.astype(np.float32)
+
+
+def rotations(
+    config: TransformerConfig, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns cosine and sine of what each position turns each pair by.
+
+  Args:
+    config: of the network.
+    positions: place on the path from 0, [R, C] int32.
+
+  Returns:
+    [R, 1, C, head_dim / 2] float32 each, the same for all heads and layers.
+  """
+  frequencies = rope_frequencies(config)
+  angles = positions[:, None, :, None].astype(jnp.float32) * frequencies
+  return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(
+    x: jax.Array, rotation: tuple[jax.Array, jax.Array]
+) -> jax.Array:
   """Turns pairs of features by position (RoPE, arXiv 2104.09864, eq. 34).
 
   Args:
     x: features, [R, heads, C, head_dim].
-    positions: place on the path from 0, [R, C] int32.
-    theta: base of the wavelengths.
+    rotation: see `rotations`.
 
   Returns:
-    [R, heads, C, head_dim], pairing feature i with i + head_dim / 2.
+    [R, heads, C, head_dim] of x's dtype, pairing feature i with
+    i + head_dim / 2.
   """
-  half = x.shape[-1] // 2
-  frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  angles = positions[:, None, :, None].astype(jnp.float32) * frequencies
-  cos, sin = jnp.cos(angles), jnp.sin(angles)
-  x_1, x_2 = x[..., :half], x[..., half:]
+  cos, sin = rotation
+  x_1, x_2 = jnp.split(x, 2, axis=-1)
   return jnp.concatenate(
       [x_1 * cos - x_2 * sin, x_2 * cos + x_1 * sin], axis=-1
-  )
+  ).astype(x.dtype)
 
 
 def attend(
@@ -127,28 +247,67 @@ def attend(
   return out.reshape(rows, heads, chunk, dim)
 
 
+class Linear(nn.Module):
+  """x W, with a bias and a low-rank adapter where the config has them."""
+
+  config: TransformerConfig
+  features: int
+  use_bias: bool = False
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    initializers = nn.initializers
+    dtype, width = jnp.dtype(self.config.dtype), x.shape[-1]
+    kernel = self.param(
+        'kernel', initializers.lecun_normal(), (width, self.features))
+    y = x @ kernel.astype(dtype)
+    if self.use_bias:
+      bias = self.param('bias', initializers.zeros, (self.features,))
+      y = y + bias.astype(dtype)
+    lora = self.config.lora
+    if lora is not None and self.name in lora.targets:
+      # B is zero at first: an adapter that has learnt nothing says nothing.
+      a = self.param(
+          'lora_a', initializers.he_uniform(), (width, lora.rank))
+      b = self.param('lora_b', initializers.zeros, (lora.rank, self.features))
+      scale = lora.alpha / lora.rank
+      y = y + (x @ a.astype(dtype)) @ b.astype(dtype) * scale
+    return y
+
+
+def _norm(config: TransformerConfig, name: str | None = None) -> nn.RMSNorm:
+  return nn.RMSNorm(
+      epsilon=config.norm_epsilon, dtype=jnp.dtype(config.dtype), name=name)
+
+
 class Attention(nn.Module):
   """Grouped-head self-attention over earlier key-values and this chunk's."""
 
   config: TransformerConfig
 
   @nn.compact
-  def __call__(self, x, past, positions, past_masks, mask):
+  def __call__(self, x, past, rotation, past_masks, mask):
     c = self.config
 
     def heads(name, count):
-      y = nn.Dense(count * c.head_dim, use_bias=False, name=name)(x)
+      y = Linear(c, count * c.head_dim, c.attention_bias, name=name)(x)
       y = y.reshape(*x.shape[:2], count, c.head_dim)
       return y.swapaxes(1, 2)  # [R, count, C, head_dim]
 
-    queries = rotate(heads('query', c.num_heads), positions, c.rope_theta)
-    keys = rotate(heads('key', c.num_kv_heads), positions, c.rope_theta)
+    def turned(name, count):
+      y = heads(name, count)
+      y = _norm(c, f'{name}_norm')(y) if c.qk_norm else y
+      return rotate(y, rotation)
+
+    queries, keys = turned('query', c.num_heads), turned('key', c.num_kv_heads)
     values = heads('value', c.num_kv_heads)
-    sources = [(*kv, m) for kv, m in zip(past, past_masks)]
-    sources.append((keys, values, mask))
-    out = attend(queries, sources).swapaxes(1, 2)
-    out = out.reshape(*x.shape[:2], c.num_heads * c.head_dim)
-    out = nn.Dense(c.width, use_bias=False, name='out')(out)
+    if isinstance(mask, attention.Ancestors):
+      out = attention.attend(queries, keys, values, mask)
+    else:
+      sources = [(*kv, m) for kv, m in zip(past, past_masks)]
+      out = attend(queries, [*sources, (keys, values, mask)])
+    out = out.swapaxes(1, 2).reshape(*x.shape[:2], c.num_heads * c.head_dim)
+    out = Linear(c, c.width, name='out')(out.astype(x.dtype))
     return out, (keys, values)
 
 
@@ -158,18 +317,26 @@ class Block(nn.Module):
   config: TransformerConfig
 
   @nn.compact
-  def __call__(self, x, past, positions, past_masks, mask):
+  def __call__(self, x, past, rotation, past_masks, mask):
     c = self.config
-    norm = lambda name: nn.RMSNorm(epsilon=c.norm_epsilon, name=name)
-    dense = lambda width, name: nn.Dense(width, use_bias=False, name=name)
     attended, new = Attention(c, name='attention')(
-        norm('attention_norm')(x), past, positions, past_masks, mask
+        _norm(c, 'attention_norm')(x), past, rotation, past_masks, mask
     )
     x = x + attended
-    y = norm('mlp_norm')(x)
-    gate = nn.silu(dense(c.mlp_width, 'gate')(y))
-    x = x + dense(c.width, 'down')(gate * dense(c.mlp_width, 'up')(y))
-    return x, new
+    y = _norm(c, 'mlp_norm')(x)
+    gate = nn.silu(Linear(c, c.mlp_width, name='gate')(y))
+    up = Linear(c, c.mlp_width, name='up')(y)
+    return x + Linear(c, c.width, name='down')(gate * up), new
+
+
+def _rematerialised(remat: Remat) -> type[Block]:
+  """Returns the block, as much of it to be computed again as is asked for."""
+  if remat == 'none':
+    return Block
+  policy = None
+  if remat == 'matmuls':
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+  return nn.remat(Block, prevent_cse=False, policy=policy)
 
 
 class Transformer(nn.Module):
@@ -184,16 +351,22 @@ class Transformer(nn.Module):
         c.width,
         embedding_init=nn.initializers.normal(c.width**-0.5),
     )
-    # Rematerialised: stacking the attention weights of every layer for the
-    # backward pass costs twice what computing them again does, even on CPU.
-    self.blocks = nn.scan(
-        nn.remat(Block, prevent_cse=False),
-        variable_axes={'params': 0},
-        split_rngs={'params': True},
-        in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
-        length=c.num_layers,
-    )(c)
+    block = _rematerialised(c.remat)
+    if c.scan:
+      self.blocks = nn.scan(
+          block,
+          variable_axes={'params': 0},
+          split_rngs={'params': True},
+          in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+          length=c.num_layers,
+      )(c)
+    else:
+      self.blocks = [block(c) for _ in range(c.num_layers)]
     self.final_norm = nn.RMSNorm(epsilon=c.norm_epsilon)
+    if not c.tied:
+      self.output = self.param(
+          'output', nn.initializers.normal(c.width**-0.5),
+          (c.vocab_size, c.width))
     if c.value_head:
       # Zero at first: a critic that knows nothing must not make up advantages.
       self.value_head = nn.Dense(1, kernel_init=nn.initializers.zeros)
@@ -202,7 +375,7 @@ class Transformer(nn.Module):
       self,
       tokens: jax.Array,
       positions: jax.Array,
-      mask: jax.Array,
+      mask: jax.Array | attention.Ancestors,
       past: tuple[KeyValues, ...] = (),
       past_masks: tuple[jax.Array, ...] = (),
   ) -> tuple[jax.Array, KeyValues]:
@@ -211,7 +384,8 @@ class Transformer(nn.Module):
     Args:
       tokens: [R, C] int32.
       positions: place of each token on its path, [R, C] int32.
-      mask: [R, C, C] bool, True where token i may attend to token j.
+      mask: [R, C, C] bool, True where token i may attend to token j; or the
+        ancestors of packed trees, which have no past.
       past: key-values of earlier tokens, as many groups as are kept apart.
       past_masks: [R, C, S] bool for each group, True where token i may attend
         to past token j.
@@ -220,14 +394,36 @@ class Transformer(nn.Module):
       hidden: [R, C, width] float32, after the last norm; feed it to `logits`.
       new: the chunk's own key-values, S = C.
     """
-    # sqrt(width): embeddings tied to the logits are small, the stream is not.
-    x = self.embedding(tokens) * self.config.width**0.5
-    x, (keys, values) = self.blocks(x, past, positions, past_masks, mask)
-    return self.final_norm(x), KeyValues(keys, values)
+    if past and isinstance(mask, attention.Ancestors):
+      raise ValueError(
+          'expected a [R, C, C] mask with past key-values, got ancestors of'
+          ' packed trees, which are whole'
+      )
+    c = self.config
+    x = self.embedding(tokens)
+    if c.scale_embeddings:
+      # Embeddings tied to the logits are small, the stream is not.
+      x = x * c.width**0.5
+    x = x.astype(jnp.dtype(c.dtype))
+    shared = rotations(c, positions), past_masks, mask
+    if c.scan:
+      x, (keys, values) = self.blocks(x, past, *shared)
+    else:
+      new = []
+      for layer, block in enumerate(self.blocks):
+        own = tuple(KeyValues(*(a[layer] for a in group)) for group in past)
+        x, of_layer = block(x, own, *shared)
+        new.append(of_layer)
+      keys, values = zip(*new)
+    return self.final_norm(x.astype(jnp.float32)), KeyValues(keys, values)
+
+  def unembedding(self) -> jax.Array:
+    """Returns [V, width] float32, whose rows the hidden states are held to."""
+    return self.embedding.embedding if self.config.tied else self.output
 
   def logits(self, hidden: jax.Array) -> jax.Array:
-    """Returns [..., V] float32 scores of the next token (tied embedding)."""
-    return self.embedding.attend(hidden).astype(jnp.float32)
+    """Returns [..., V] float32 scores of the next token."""
+    return hidden.astype(jnp.float32) @ self.unembedding().T
 
   def values(self, hidden: jax.Array) -> jax.Array:
     """Returns [...] float32 values of the states, 0 for fresh parameters.
@@ -249,14 +445,17 @@ class Transformer(nn.Module):
     return self.value_head(hidden)[..., 0].astype(jnp.float32)
 
   def heads(
-      self, tokens: jax.Array, positions: jax.Array, mask: jax.Array
+      self,
+      tokens: jax.Array,
+      positions: jax.Array,
+      mask: jax.Array | attention.Ancestors,
   ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the logits, and the values where there is a value head.
 
     Args:
       tokens: [R, C] int32.
       positions: [R, C] int32, as in `__call__`.
-      mask: [R, C, C] bool, as in `__call__`.
+      mask: as in `__call__`.
     """
     hidden, _ = self(tokens, positions, mask)
     values = self.values(hidden) if self.config.value_head else None
@@ -274,6 +473,34 @@ def init_params(config: TransformerConfig, rng_key: jax.Array) -> dict:
       rng_key, tokens, tokens, mask, method='heads'
   )
   return variables['params']
+
+
+def with_value_head(config: TransformerConfig, params: dict) -> dict:
+  """Returns the parameters with a fresh value head, unless they have one."""
+  shapes = jax.eval_shape(
+      lambda: init_params(config, jax.random.key(0)))['value_head']
+  fresh = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+  return {'value_head': fresh, **params}
+
+
+def unstack(
+    config: TransformerConfig, params: dict
+) -> tuple[TransformerConfig, dict]:
+  """Gives each layer arrays of its own: slower to compile, faster to decode.
+
+  Args:
+    config: of a network whose layers are scanned.
+    params: its parameters.
+
+  Returns:
+    The config and the parameters of the same network, its layers not scanned.
+  """
+  rest = {name: leaf for name, leaf in params.items() if name != 'blocks'}
+  layers = {
+      f'blocks_{i}': jax.tree.map(lambda leaf, i=i: leaf[i], params['blocks'])
+      for i in range(config.num_layers)
+  }
+  return dataclasses.replace(config, scan=False), {**rest, **layers}
 
 
 def num_parameters(params: dict) -> int:

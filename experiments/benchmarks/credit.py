@@ -21,7 +21,6 @@ import functools
 import importlib
 import json
 import os
-import pathlib
 import sys
 import time
 from typing import NamedTuple
@@ -32,6 +31,7 @@ import jax
 import numpy as np
 
 from bpo_jax import advantages
+from bpo_jax import metrics
 from bpo_jax import tree as trees
 from bpo_jax import types
 
@@ -234,12 +234,14 @@ def shortfalls(figures: dict[str, float]) -> list[str]:
 def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments {argv[1:]}')
+  if _OUT.value:
+    try:
+      metrics.check_writable(_OUT.value)
+    except OSError as error:
+      raise app.UsageError(f'--out: {error}') from error
   use_one_core()
   sizes = dict(num_calls=15, num_rounds=2) if _QUICK.value else {}
   figures, missing = measure(_NUM_TOKENS.value, **sizes)
-  if _OUT.value:
-    text = json.dumps(figures, indent=2) + '\n'
-    pathlib.Path(_OUT.value).write_text(text, encoding='utf-8')
   for sentence in missing:
     print(sentence)
   for name, value in figures.items():
@@ -247,6 +249,8 @@ def main(argv: Sequence[str]) -> None:
           else f'{name}: {value}')
   short = shortfalls(figures)
   print('\n'.join(short) or 'ok')
+  if _OUT.value:
+    metrics.write_text(_OUT.value, json.dumps(figures, indent=2) + '\n')
   sys.exit(1 if short else 0)
 
 

@@ -1,0 +1,319 @@
+"""What training each shared token once saves, against path by path.
+
+Loss and gradient of one model over the same trees, twice: packed depth first,
+every token once; and a row a path, rows of like length together, as others
+train trajectories. The gradients must agree. Calls of both sides take turns.
+
+Sharing is tokens of all paths over tokens of the tree. The bars: the packed
+side is faster by at least 90% of the sharing, at width 256 with 4 layers and at
+the size of SmolLM2-135M; and where nothing is shared it takes no longer than
+1 / 0.95 of the other's time.
+
+  python -m experiments.benchmarks.tree_training
+  python -m experiments.benchmarks.tree_training --quick --out=sharing.json
+  python -m experiments.benchmarks.tree_training --sweep --figure=sharing.png
+
+The paths' attention is dense and causal, by whichever of two ways is faster
+here: XLA's fused attention, or the blocks that the trees use. Memory is what
+XLA sets aside for the temporaries of one micro-batch, at most. `--sweep` varies
+sharing, depth and length at the small size and draws the ratios.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import gc
+import importlib
+import json
+import pathlib
+import sys
+import time
+from typing import Any, NamedTuple
+
+from absl import app
+from absl import flags
+import jax
+import numpy as np
+import optax
+
+from bpo_jax import learner
+from bpo_jax import packing
+from bpo_jax import tree as trees
+from bpo_jax import types
+from bpo_jax.models import transformer
+
+MIN_SHARE = 0.90  # Of the sharing, that the packed side must be faster by.
+MIN_UNSHARED = 0.95
+MAX_DIFFERENCE = 1e-4  # Between the gradients, relative to their norm.
+
+_OUT = flags.DEFINE_string(
+    'out', None, 'JSON file to write the figures to.', allow_override=True)
+_QUICK = flags.DEFINE_bool(
+    'quick', False, 'The small size and few calls: ends within a minute.',
+    allow_override=True)
+_SWEEP = flags.DEFINE_bool(
+    'sweep', False, 'Also vary sharing, depth and length at the small size.')
+_FIGURE = flags.DEFINE_string(
+    'figure', None, 'PNG to draw the sweep to; needs matplotlib.')
+_ROUNDS = flags.DEFINE_integer(
+    'rounds', 5, 'Timed calls of each side.', lower_bound=1)
+
+SMALL = transformer.TransformerConfig(
+    vocab_size=4096, width=256, num_layers=4, num_heads=4, num_kv_heads=2,
+    head_dim=64, mlp_width=704)
+SMOLLM2 = transformer.TransformerConfig(
+    vocab_size=49_152, width=576, num_layers=30, num_heads=9, num_kv_heads=3,
+    head_dim=64, mlp_width=1536, rope_theta=100_000.0, norm_epsilon=1e-5,
+    scale_embeddings=False)
+SIZES = {'small': SMALL, 'smollm2': SMOLLM2}
+
+
+class Case(NamedTuple):
+  """Trees of one shape.
+
+  Attributes:
+    size: of the model, by name.
+    sharing: tokens of all paths over tokens of the tree, about.
+    depth: nodes of a path below the root.
+    length: tokens of a path, about.
+    num_trees: of an update.
+  """
+
+  size: str
+  sharing: float
+  depth: int = 2
+  length: int = 1024
+  num_trees: int = 2
+
+  @property
+  def name(self) -> str:
+    return (f'{self.size}/sharing_{self.sharing:g}/depth_{self.depth}'
+            f'/length_{self.length}')
+
+
+CASES = (
+    Case('small', 2.3, length=1024, num_trees=4),
+    Case('small', 1.0, length=1024, num_trees=4),
+    Case('smollm2', 2.3, length=768, num_trees=1),
+    Case('smollm2', 1.0, length=768, num_trees=2))
+SWEEP = (
+    *(Case('small', s) for s in (1.0, 1.5, 3.0, 4.0, 6.0, 8.0)),
+    *(Case('small', 2.3, depth=d) for d in (1, 4)),
+    *(Case('small', 2.3, length=n, num_trees=1) for n in (2048, 4096, 8192)))
+
+
+def make_trees(case: Case, vocab_size: int, seed: int = 0) -> trees.Tree:
+  """Returns trees with about the sharing of the case.
+
+  A path is a prompt and `depth` turns of like length; each turn is half action
+  and half observation. Down to the last turn all paths share one; the number of
+  last turns, or of independent paths where nothing is to be shared, follows
+  from the sharing.
+  """
+  rng = np.random.default_rng(seed)
+  turn = case.length // (case.depth + 1)
+  trunk = case.length - turn
+  # (trunk + turn) K / (trunk + turn K) = sharing.
+  room = case.length - case.sharing * turn
+  num_leaves = max(1, round(case.sharing * trunk / room)) if room > 0 else 64
+  builders = []
+  for _ in range(case.num_trees):
+    builder = trees.TreeBuilder()
+    # Ragged, as episodes are.
+    draw = lambda n: rng.integers(1, vocab_size, max(2, int(
+        n * rng.uniform(0.8, 1.2))))
+    node = builder.add(types.NO_PARENT, draw(turn))
+    for _ in range(case.depth - 1):
+      node = _add(builder, node, draw(turn))
+    for _ in range(num_leaves):
+      _add(builder, node, draw(turn))
+    builders.append(builder)
+  return trees.stack(builders)
+
+
+def _add(builder, parent, tokens):
+  is_action = np.arange(len(tokens)) < len(tokens) // 2
+  return builder.add(
+      parent, tokens, action_mask=is_action,
+      behaviour_log_probs=np.where(is_action, -1.0, 0.0))
+
+
+def make_credit(tree: trees.Tree, seed: int = 0) -> types.Credit:
+  """Returns random advantages under which every action token counts."""
+  rng = np.random.default_rng(seed)
+  noise = rng.normal(size=tree.tokens.shape).astype(np.float32)
+  return types.Credit(
+      advantages=np.where(tree.action_mask, noise, 0),
+      weights=np.asarray(tree.action_mask, np.float32))
+
+
+@dataclasses.dataclass
+class Side:
+  """One way to train on the trees.
+
+  Attributes:
+    batches: its micro-batches.
+    gradient: of all of them.
+    megabytes: temporaries of a micro-batch at most.
+  """
+
+  batches: list[packing.PackedRows]
+  gradient: Callable[[], Any]
+  megabytes: float
+
+  @property
+  def tokens(self) -> int:
+    return sum(int(rows.token_mask.sum()) for rows in self.batches)
+
+  @property
+  def computed(self) -> int:
+    return sum(rows.tokens.size for rows in self.batches)
+
+
+def make_side(
+    model: transformer.Transformer, params: dict, tree: trees.Tree,
+    layout: str, max_tokens: int, has_table: bool = True
+) -> Side:
+  """Returns a side, compiled."""
+  batches = learner.make_batches(
+      tree, make_credit(tree), max_tokens, layout=layout)
+  if not has_table:
+    batches = [rows._replace(ancestors_blocks=None) for rows in batches]
+  loss = learner.make_policy_loss(learner.LossConfig())
+  facts = learner.batch_facts(batches)
+  of_rows = jax.jit(learner.make_gradient_fn(model, loss))
+  programs = {}
+  for rows in batches:
+    shape = jax.tree.map(np.shape, rows)
+    if str(shape) not in programs:
+      programs[str(shape)] = of_rows.lower(
+          params, {}, None, rows, facts).compile()
+  memory = max(p.memory_analysis().temp_size_in_bytes
+               for p in programs.values())
+
+  def gradient():
+    total = None
+    for rows in batches:
+      program = programs[str(jax.tree.map(np.shape, rows))]
+      new, _ = program(params, {}, None, rows, facts)
+      total = new if total is None else jax.tree.map(np.add, total, new)
+    return jax.block_until_ready(total)
+
+  return Side(batches, gradient, memory / 2**20)
+
+
+def _seconds(call: Callable) -> float:
+  start = time.perf_counter()
+  call()
+  return time.perf_counter() - start
+
+
+def measure(case: Case, rounds: int) -> dict[str, float]:
+  """Returns the figures of a case; the ratio is the median of the pairs'."""
+  config = SIZES[case.size]
+  model = transformer.Transformer(config)
+  params = jax.jit(transformer.init_params, static_argnums=0)(
+      config, jax.random.key(0))
+  tree = make_trees(case, config.vocab_size)
+  sizes = dict(max_tokens=8 * case.length)
+  packed = make_side(model, params, tree, 'trees', **sizes)
+  ways = [make_side(model, params, tree, 'paths', **sizes, has_table=has)
+          for has in (False, True)]
+  paths = min(ways, key=lambda side: (side.gradient(), _seconds(
+      side.gradient))[1])
+  left, right = packed.gradient(), paths.gradient()
+  apart = optax.global_norm(jax.tree.map(np.subtract, left, right))
+  pairs = [(_seconds(packed.gradient), _seconds(paths.gradient))
+           for _ in range(rounds)]
+  sharing = paths.tokens / packed.tokens
+  ratio = float(np.median([theirs / ours for ours, theirs in pairs]))
+  figures = {
+      'sharing': sharing,
+      'ratio': ratio,
+      'ratio_least': min(theirs / ours for ours, theirs in pairs),
+      'share_of_sharing': ratio / sharing,
+      'packed_seconds': float(np.median([ours for ours, _ in pairs])),
+      'paths_seconds': float(np.median([theirs for _, theirs in pairs])),
+      'packed_tokens_per_second': packed.tokens / float(
+          np.median([ours for ours, _ in pairs])),
+      'packed_padding': packed.computed / packed.tokens,
+      'paths_padding': paths.computed / paths.tokens,
+      'packed_megabytes': packed.megabytes,
+      'paths_megabytes': paths.megabytes,
+      'gradient_difference': float(apart / optax.global_norm(right)),
+  }
+  return {f'{case.name}/{name}': value for name, value in figures.items()}
+
+
+def shortfalls(figures: dict[str, float], cases: Sequence[Case]) -> list[str]:
+  """Returns a sentence for each bar that the figures do not reach."""
+  short = []
+  for case in cases:
+    of = lambda name, case=case: figures[f'{case.name}/{name}']
+    if case.sharing > 1 and not of('share_of_sharing') >= MIN_SHARE:
+      short.append(f'{case.name}: faster by {of("ratio"):.2f}, that is not '
+                   f'{MIN_SHARE:.0%} of {of("sharing"):.2f}')
+    if case.sharing == 1 and not of('ratio') >= MIN_UNSHARED:
+      short.append(f'{case.name}: {of("ratio"):.2f} is not {MIN_UNSHARED}')
+    if not of('gradient_difference') < MAX_DIFFERENCE:
+      short.append(f'{case.name}: the gradients differ by '
+                   f'{of("gradient_difference"):.1e} of their norm')
+  return short
+
+
+def draw(figures: dict[str, float], cases: Sequence[Case], path: str) -> None:
+  """Draws the ratio against the sharing, and against the length.
+
+  Raises:
+    ImportError: without matplotlib.
+  """
+  figures_lib = importlib.import_module('matplotlib.figure')
+  canvas = figures_lib.Figure(figsize=(9, 3.6), layout='constrained')
+  left, right = canvas.subplots(1, 2)
+  of = lambda case, name: figures[f'{case.name}/{name}']
+  top = max(of(case, 'sharing') for case in cases)
+  left.plot([1, top], [1, top], color='0.6', label='all that is shared')
+  for size in sorted({case.size for case in cases}):
+    some = [case for case in cases if case.size == size]
+    left.scatter([of(c, 'sharing') for c in some],
+                 [of(c, 'ratio') for c in some], label=size)
+  left.set(xlabel='tokens of all paths / tokens of the tree',
+           ylabel='faster than path by path')
+  left.legend()
+  lengths = sorted(
+      {case for case in cases if case.size == 'small' and case.depth == 2
+       and case.sharing == 2.3}, key=lambda case: case.length)
+  right.plot([c.length for c in lengths],
+             [of(c, 'share_of_sharing') for c in lengths], marker='o')
+  right.axhline(MIN_SHARE, color='0.6')
+  right.set(xlabel='tokens of a path', ylabel='share of the sharing',
+            ylim=(0, None))
+  canvas.savefig(path, dpi=150)
+
+
+def main(argv: Sequence[str]) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f'unknown arguments {argv[1:]}')
+  cases = CASES + (SWEEP if _SWEEP.value else ())
+  rounds = _ROUNDS.value
+  if _QUICK.value:
+    cases = tuple(c._replace(num_trees=1) for c in CASES if c.size == 'small')
+    rounds = min(rounds, 3)
+  figures = {}
+  for case in cases:
+    print(f'measuring {case.name}', flush=True)
+    figures |= measure(case, rounds)
+    gc.collect()
+  for name, value in figures.items():
+    print(f'{name}: {value:.3g}')
+  if _OUT.value:
+    text = json.dumps(figures, indent=2) + '\n'
+    pathlib.Path(_OUT.value).write_text(text, encoding='utf-8')
+  if _FIGURE.value:
+    draw(figures, cases, _FIGURE.value)
+  short = shortfalls(figures, cases)
+  print('\n'.join(short) or 'ok')
+  sys.exit(1 if short else 0)
+
+
+if __name__ == '__main__':
+  app.run(main)
