@@ -31,6 +31,7 @@ class _Decoding(NamedTuple):
   actions: sampling.Actions
   side: transformer.KeyValues  # [R, G, C + U - 1, head_dim] a layer
   is_side: jax.Array  # [R, C + U - 1] bool: a token of the row's path
+  fed: transformer.KeyValues  # [R, G, 1, head_dim] a layer: not in `side` yet
 
 
 def drawn_by(
@@ -191,9 +192,20 @@ def make_act(
       return now._replace(
           step=now.step + 1, goes_on=goes_on, actions=actions)
 
+    def put(now):
+      """Returns the side buffer with the token that was fed last.
+
+      It is put there before the next is fed, not at once: a buffer that is
+      written after it was read would be copied with every token.
+      """
+      place = chunk + jnp.maximum(now.step - 2, 0)  # At first of nothing.
+      return jax.tree.map(
+          lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, place, 2),
+          now.side, now.fed)
+
     def feed_and_draw(now):
       """Feeds the token drawn last and draws the next."""
-      place = chunk + now.step - 1
+      now = now._replace(side=put(now))
       hidden, new = network.apply(
           {'params': params},
           jnp.take(now.actions.tokens, now.step - 1, axis=1)[:, None],
@@ -202,13 +214,10 @@ def make_act(
           (cached, now.side),
           (in_cache[:, None], now.is_side[:, None]),
       )
-      side = jax.tree.map(
-          lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, place, 2),
-          now.side, new)
       # A token is kept only once another follows it.
-      is_side = now.is_side.at[:, place].set(now.goes_on)
+      is_side = now.is_side.at[:, chunk + now.step - 1].set(now.goes_on)
       return draw_next(
-          params, hidden[:, 0], now._replace(side=side, is_side=is_side))
+          params, hidden[:, 0], now._replace(fed=new, is_side=is_side))
 
     hidden, read = network.apply(
         {'params': params},
@@ -229,12 +238,14 @@ def make_act(
         actions=actions,
         side=jax.tree.map(widen, read),
         is_side=jnp.pad(is_pending, ((0, 0), (0, extra))),
+        fed=jax.tree.map(lambda x: jnp.zeros_like(x[:, :, :1]), read),
     ))
     now = jax.lax.while_loop(
         lambda now: (now.step < config.action_length) & jnp.any(now.goes_on),
         feed_and_draw, now)
     keep = now.is_side & rows.active[:, None]
-    cache = sampling.write_cache(rows.cache, now.side, keep)
+    side = put(now) if extra else now.side
+    cache = sampling.write_cache(rows.cache, side, keep)
     return rows._replace(cache=cache), now.actions
 
   return act

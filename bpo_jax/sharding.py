@@ -96,7 +96,7 @@ def _spec(path: tuple[Any, ...], leaf: Any) -> jax.sharding.PartitionSpec:
   The rule goes by names, so that it holds for gradients and moments as well.
   """
   names = [getattr(key, 'key', getattr(key, 'name', '')) for key in path]
-  axis = _model_axis(*names[-2:]) if len(names) > 1 else None
+  axis = _model_axis(*['', *names][-2:])
   spec = [None] * leaf.ndim
   if axis is not None and leaf.ndim >= -axis:
     spec[axis] = 'model'

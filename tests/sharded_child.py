@@ -27,8 +27,8 @@ from bpo_jax.models import transformer  # noqa: E402
 
 # Kind of network, layout of the rows, meshes; few, since each compiles anew.
 CASES = (
-    ('plain', 'paths', ('data:8', 'data:1')),
-    ('biased', 'trees', ('data:4,model:2', 'model:2')),
+    ('plain', 'paths', ('data:8',)),
+    ('biased', 'trees', ('data:4,model:2',)),
     ('lora', 'trees', ('data:4,model:2',)))
 LOSS = learner.LossConfig(kl_coef=0.1, entropy_coef=0.01)
 
@@ -69,7 +69,7 @@ def one_update(kind, layout, mesh):
       model, OPTIMIZER, learner.make_policy_loss(LOSS), 0.9, mesh)
   reference = sharding.place(mesh, tiny.params_of(model, seed=1))
   state = sharding.place(mesh, state_of(kind))
-  return update(state, batches(layout), 0.5, reference)
+  return update(state, batches(layout), 1e-3, reference)
 
 
 def difference(left, right):
@@ -82,16 +82,21 @@ def difference(left, right):
 
 def compare_updates(kind, layout, specs, found):
   alone, metrics = one_update(kind, layout, None)
-  start = tiny.params_of(network(kind))
-  step = lambda state: lora.split(jax.tree.map(
-      lambda p, q: np.asarray(p) - np.asarray(q), start, state.params))[0]
+
+  def after(state):
+    params = lora.split(jax.tree.map(np.asarray, state.params))[0]
+    # A bias that all keys share changes no softmax: its gradient is rounding,
+    # of which Adam makes a step of full size.
+    params['blocks']['attention']['key'].pop('bias', None)
+    return params
+
   for spec in specs:
     mesh = sharding.make_mesh(spec)
     state, values = one_update(kind, layout, mesh)
     name = f'{kind}/{layout}/{spec}'
     found[f'gradient/{name}'] = difference(
         state.optimizer_state[0], alone.optimizer_state[0])
-    found[f'update/{name}'] = difference(step(state), step(alone))
+    found[f'update/{name}'] = difference(after(state), after(alone))
     found[f'metrics/{name}'] = max(
         abs(values[k] - metrics[k]) / max(abs(metrics[k]), 1e-3)
         for k in metrics)

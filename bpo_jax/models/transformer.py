@@ -288,10 +288,11 @@ class Attention(nn.Module):
   @nn.compact
   def __call__(self, x, past, rotation, past_masks, mask):
     c = self.config
+    rows, _, chunk, _ = rotation[0].shape
 
     def heads(name, count):
       y = Linear(c, count * c.head_dim, c.attention_bias, name=name)(x)
-      y = y.reshape(*x.shape[:2], count, c.head_dim)
+      y = y.reshape(rows, chunk, count, c.head_dim)
       return y.swapaxes(1, 2)  # [R, count, C, head_dim]
 
     def turned(name, count):
@@ -306,13 +307,17 @@ class Attention(nn.Module):
     else:
       sources = [(*kv, m) for kv, m in zip(past, past_masks)]
       out = attend(queries, [*sources, (keys, values, mask)])
-    out = out.swapaxes(1, 2).reshape(*x.shape[:2], c.num_heads * c.head_dim)
+    out = out.swapaxes(1, 2).reshape(-1, c.num_heads * c.head_dim)
     out = Linear(c, c.width, name='out')(out.astype(x.dtype))
     return out, (keys, values)
 
 
 class Block(nn.Module):
-  """x + attention(norm(x)), then x + swiglu(norm(x))."""
+  """x + attention(norm(x)), then x + swiglu(norm(x)).
+
+  The tokens of all rows lie along one axis, x is [R * C, width]: over two axes
+  XLA's products for CPU take half as long again in the backward pass.
+  """
 
   config: TransformerConfig
 
@@ -333,9 +338,12 @@ def _rematerialised(remat: Remat) -> type[Block]:
   """Returns the block, as much of it to be computed again as is asked for."""
   if remat == 'none':
     return Block
-  policy = None
+  policies = jax.checkpoint_policies
+  # Attention is dear to compute again, and no larger than the stream.
+  policy = policies.save_only_these_names(attention.CHECKPOINT_NAME)
   if remat == 'matmuls':
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    policy = policies.save_from_both_policies(
+        policy, policies.dots_with_no_batch_dims_saveable)
   return nn.remat(Block, prevent_cse=False, policy=policy)
 
 
@@ -404,7 +412,7 @@ class Transformer(nn.Module):
     if c.scale_embeddings:
       # Embeddings tied to the logits are small, the stream is not.
       x = x * c.width**0.5
-    x = x.astype(jnp.dtype(c.dtype))
+    x = x.astype(jnp.dtype(c.dtype)).reshape(-1, c.width)
     shared = rotations(c, positions), past_masks, mask
     if c.scan:
       x, (keys, values) = self.blocks(x, past, *shared)
@@ -415,7 +423,8 @@ class Transformer(nn.Module):
         x, of_layer = block(x, own, *shared)
         new.append(of_layer)
       keys, values = zip(*new)
-    return self.final_norm(x.astype(jnp.float32)), KeyValues(keys, values)
+    x = x.astype(jnp.float32).reshape(*tokens.shape, c.width)
+    return self.final_norm(x), KeyValues(keys, values)
 
   def unembedding(self) -> jax.Array:
     """Returns [V, width] float32, whose rows the hidden states are held to."""
