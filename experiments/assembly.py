@@ -142,7 +142,8 @@ def make_agent(config: configs.AgentConfig) -> Agent:
       action_length=config.action_length,
       constrained=config.constrained,
       temperature=config.temperature,
-      stop=tuple((id_,) for id_ in model.turns.stop_ids) if model else (),
+      stop=() if model is None or config.constrained else tuple(
+          (id_,) for id_ in model.turns.stop_ids),
   )
   network = transformer.Transformer(network)
   grower = rollout.Grower(network, batched, sampler, config.turn_limit)

@@ -108,9 +108,9 @@ class AgentConfig:
   lora_alpha: float | None = field(
       None, 'Scale of the adapters; None for twice their rank.', min=0.0
   )
-  lora_targets: tuple[str, ...] = field(
-      transformer.PROJECTIONS, 'Projections that have an adapter.',
-      choices=transformer.PROJECTIONS,
+  lora_targets: str = field(
+      ','.join(transformer.PROJECTIONS),
+      'Projections that have an adapter, with commas between.',
   )
   remat: str = field(
       'block',
@@ -129,6 +129,7 @@ class AgentConfig:
 
   def __post_init__(self):
     check(self)
+    _ = self.lora  # Refuses targets that there are not.
     if self.data is not None and self.env == 'household':
       raise ValueError(
           'household games are generated and need no --data; leave it out, or'
@@ -160,7 +161,8 @@ class AgentConfig:
     if not rank:
       return None
     alpha = 2.0 * rank if self.lora_alpha is None else self.lora_alpha
-    return transformer.LoraConfig(rank, alpha, self.lora_targets)
+    targets = tuple(name.strip() for name in self.lora_targets.split(','))
+    return transformer.LoraConfig(rank, alpha, targets)
 
   @property
   def turn_limit(self) -> int:

@@ -31,6 +31,11 @@ CONTEXT = ('threshold', 'key', 'values', 'design', 'current_log_probs')
 # Lengths that papers give in tokens of a language model's prose; a turn of the
 # terse wording is about 7 tokens, of which 3 are the action.
 _TERSE = {'min_spacing': 8, 'boundary_interval': 6, 'entropy_window': 6}
+# What an option is where the flag is left out, if not the algorithm's own.
+_DEFAULTS = {
+    **{name: f'None: {value}.' for name, value in _TERSE.items()},
+    'rho': 'None: learnt from earlier updates, a number for each level.',
+}
 # Policies whose M branch points are shared out over the first trajectories.
 _SHARED_OUT = (branching.causal_threshold,)
 # Policies that know from the tree itself what the stages before have done, and
@@ -81,8 +86,8 @@ def _bounds(option: options.Option) -> dict[str, Any]:
 
 
 def _help(name: str, text: str, holders: list[str]) -> str:
-  shorter = f' {_TERSE[name]} here by default.' if name in _TERSE else ''
-  return f'{text}{shorter} [{", ".join(holders)}]'
+  default = _DEFAULTS.get(name, "None: the algorithm's own.")
+  return f'{text} {default} [{", ".join(holders)}]'
 
 
 @dataclasses.dataclass(frozen=True)
