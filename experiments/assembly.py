@@ -146,7 +146,9 @@ def make_agent(config: configs.AgentConfig) -> Agent:
           (id_,) for id_ in model.turns.stop_ids),
   )
   network = transformer.Transformer(network)
-  grower = rollout.Grower(network, batched, sampler, config.turn_limit)
+  grower = rollout.Grower(
+      network, batched, sampler, config.turn_limit,
+      max_rows=config.episodes_at_once)
   return Agent(
       environment, phrasebook, tokenizer, batched, network, sampler, grower,
       model)

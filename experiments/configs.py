@@ -27,6 +27,7 @@ _TURN_LIMITS = {'household': 20, 'alfworld': 40}
 # knows much already, and is adapted rather than trained whole.
 _OBSERVATION_LENGTHS = {False: 9, True: 192}
 _ACTION_LENGTHS = {False: 3, True: 24}  # Small: verb, name, number.
+_MAX_ROWS = {False: None, True: 8}
 _WARM_START_UPDATES = {False: 300, True: 0}
 _LORA_RANK = 16
 
@@ -112,6 +113,12 @@ class AgentConfig:
       ','.join(transformer.PROJECTIONS),
       'Projections that have an adapter, with commas between.',
   )
+  max_rows: int | None = field(
+      None,
+      'Episodes that run at once; others take their places as they end. None'
+      ' for all at once, and for 8 with --model.',
+      min=1,
+  )
   remat: str = field(
       'block',
       'What the backward pass computes again to save memory: nothing, all but'
@@ -151,6 +158,11 @@ class AgentConfig:
     """Tokens that an observation is cut to."""
     return self.observation_length or (
         _OBSERVATION_LENGTHS[self.model is not None])
+
+  @property
+  def episodes_at_once(self) -> int | None:
+    """Episodes that run at once; None for all."""
+    return self.max_rows or _MAX_ROWS[self.model is not None]
 
   @property
   def lora(self) -> transformer.LoraConfig | None:

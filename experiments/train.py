@@ -318,6 +318,7 @@ def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
         'total/steps': int(run.state.environment_steps),
         'total/tokens': int(run.state.generated_tokens),
         'tree/unspent_forks': grown.unspent,
+        'rows/sampled_share': grown.utilisation,
         'rows/trained_tokens': sum(
             int(batch.action_mask.sum()) for batch in batches),
         'rows/computed_tokens': sum(batch.tokens.size for batch in batches),
