@@ -301,10 +301,11 @@ def main(argv: Sequence[str]) -> None:
   figures = {}
   for case in cases:
     print(f'measuring {case.name}', flush=True)
-    figures |= measure(case, rounds)
+    found = measure(case, rounds)
+    figures |= found
+    for name, value in found.items():  # At once: the next may take minutes.
+      print(f'{name}: {value:.3g}', flush=True)
     gc.collect()
-  for name, value in figures.items():
-    print(f'{name}: {value:.3g}')
   if _OUT.value:
     text = json.dumps(figures, indent=2) + '\n'
     pathlib.Path(_OUT.value).write_text(text, encoding='utf-8')
