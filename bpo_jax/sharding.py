@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
-import jax.numpy as jnp
 import numpy as np
 
 from bpo_jax import checks
@@ -161,21 +160,3 @@ def place_rows(mesh: jax.sharding.Mesh | None, rows: Any) -> Any:
     return jax.device_put(x, NamedSharding(mesh, jax.P('data')))
 
   return jax.tree.map(fit, rows)
-
-
-def place_cache(mesh: jax.sharding.Mesh | None, cache: Any) -> Any:
-  """Parts key-values [layers, R, G, S, head_dim] over rows and heads.
-
-  Args:
-    mesh: as by `make_mesh`, or None, which leaves the cache where it is.
-    cache: pytree of such arrays, and of [R] arrays; R is a multiple of the
-      `data` axis.
-  """
-  if mesh is None:
-    return cache
-
-  def put(x):
-    axes = (None, 'data', 'model') if jnp.ndim(x) == 5 else ('data',)
-    return jax.device_put(x, NamedSharding(mesh, jax.P(*axes)))
-
-  return jax.tree.map(put, cache)
