@@ -40,6 +40,7 @@ def chunk_bucket(count: int, most: int) -> int:
 
 
 def round_up(value: int, multiple: int) -> int:
+  """Returns the least multiple of `multiple` that is at least `value`."""
   return -(-value // multiple) * multiple
 
 

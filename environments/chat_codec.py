@@ -160,9 +160,7 @@ class ChatCodec(codec.TextCodec):
     if len(tokens) > self.observation_length:
       self.truncated_observations += 1
       tokens = self._cut(told, ended)
-    padded = np.zeros(self.observation_length, np.int32)
-    padded[:len(tokens)] = tokens
-    return padded, len(tokens)
+    return self._padded(tokens)
 
   def decode(
       self, available: tuple[str, ...], action_tokens: np.ndarray

@@ -127,6 +127,10 @@ class TextCodec:
     if len(tokens) > self.observation_length:
       self.truncated_observations += 1
       tokens = tokens[:self.observation_length]
+    return self._padded(tokens)
+
+  def _padded(self, tokens: Sequence[int]) -> tuple[np.ndarray, int]:
+    """Returns the tokens of an observation, 0-padded, and their number."""
     padded = np.zeros(self.observation_length, np.int32)
     padded[:len(tokens)] = tokens
     return padded, len(tokens)

@@ -109,6 +109,7 @@ def cut(
 
 
 def joined(text: str | Sequence[str]) -> str:
+  """Returns a text, or words with spaces between."""
   return text if isinstance(text, str) else ' '.join(text)
 
 
@@ -131,4 +132,5 @@ def checked(ids: Sequence[int]) -> list[int]:
 
 
 def digest(text: str) -> str:
+  """Returns 16 letters that are equal for equal texts."""
   return hashlib.sha256(text.encode()).hexdigest()[:16]

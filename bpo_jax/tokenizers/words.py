@@ -120,6 +120,7 @@ class WordTokenizer:
 
 
 def check_vocabulary(vocabulary: Sequence[str]) -> None:
+  """Raises ValueError unless these are words, each of them there once."""
   counts = collections.Counter((*_SPECIAL, *vocabulary))
   twice = [word for word, count in counts.items() if count > 1]
   if twice:
