@@ -12,7 +12,9 @@ import numpy as np
 import optax
 
 from bpo_jax import checks
+from bpo_jax import layouts
 from bpo_jax import masked
+from bpo_jax import memory
 from bpo_jax import objectives
 from bpo_jax import packing
 from bpo_jax import predictors
@@ -359,7 +361,8 @@ def make_update_fn(
   Returns:
     `update(state, batches, learning_rate, reference=None)` to the next state,
     whose arrays replace those of `state`, and metrics by name. `reference` are
-    the parameters of the reference policy.
+    the parameters of the reference policy. It raises a MemoryError that says
+    what to change where a micro-batch is too much for the device.
   """
   accumulate = _make_accumulate(model, loss, temperature, mesh)
   apply = _make_apply(optimizer, mesh)
@@ -372,20 +375,52 @@ def make_update_fn(
     gradient = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype, device=_sharding(x)), trained)
     parts = []
-    for rows in batches:
-      rows = sharding.place_rows(mesh, rows)
-      gradient, part = accumulate(
-          gradient, trained, frozen, reference, rows, facts
-      )
-      parts.append(part)
+    with _memory_explained(model.config, batches, mesh):
+      for rows in batches:
+        rows = sharding.place_rows(mesh, rows)
+        gradient, part = accumulate(
+            gradient, trained, frozen, reference, rows, facts
+        )
+        parts.append(part)
+      parts = jax.device_get(parts)
     # What stays does not pass through the step, which consumes its arguments.
     state, norms = apply(
         state._replace(params=trained), gradient, learning_rate)
     state = state._replace(params=lora.join(state.params, frozen))
     norms = {name: float(norm) for name, norm in norms.items()}
-    return state, _add_up(jax.device_get(parts), facts) | norms
+    return state, _add_up(parts, facts) | norms
 
   return update
+
+
+def _memory_explained(config, batches, mesh):
+  """Says which of batch, row length or remat to change, should memory lack."""
+
+  def sizes():
+    rows = max(batches, key=lambda rows: rows.tokens.size)
+    num_rows, length = rows.tokens.shape
+    shards = 1 if mesh is None else mesh.shape['data']
+    return num_rows // shards, length, int(np.max(rows.positions)) + 1
+
+  def work():
+    num_rows, length, _ = sizes()
+    return f'the gradient of {num_rows} x {length} tokens, rows x length'
+
+  def remedies():
+    (num_rows, length, longest), found = sizes(), []
+    if config.remat != 'block':
+      found.append(f"remat='block', which keeps least; it is {config.remat!r}")
+    if num_rows > 1:
+      found.append(
+          f'max_tokens={num_rows * length // 2}, for half of the rows at a time')
+    shorter = layouts.bucket(max(longest, length // 2))
+    if shorter < length:
+      found.append(f'row_length={shorter}, for shorter rows; the longest path'
+                   f' has {longest} tokens')
+    return found + ["a smaller network, or a mesh that parts it, such as"
+                    " 'data:1,model:2'"]
+
+  return memory.explained(work, remedies)
 
 
 def _check_paths(batches, reducer) -> None:

@@ -20,12 +20,6 @@ CHUNK = 5
 STOP = ((3,), (5, 2), (1, 1, 4))
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _quick_compilation():
-  with tiny.quick_compilation():
-    yield
-
-
 def free(stop=STOP, length=LENGTH):
   return sampling.SamplerConfig(
       action_length=length, constrained=False, temperature=TEMPERATURE,

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import oracles_network as oracle
 import pytest
-import tiny_agents as tiny
 
 from bpo_jax import tokenizers
 from bpo_jax.models import architectures
@@ -21,12 +20,6 @@ pytest.importorskip('safetensors')
 SIZES = {'width': 32, 'num_layers': 2, 'num_heads': 4, 'num_kv_heads': 2,
          'head_dim': 8, 'mlp_width': 64}
 TOKENS = ['<|end|>', '<|start|>', *map(chr, range(33, 127))]
-
-
-@pytest.fixture(scope='module', autouse=True)
-def _quick_compilation():
-  with tiny.quick_compilation():
-    yield
 
 
 def network(tied=True):

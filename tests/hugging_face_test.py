@@ -23,12 +23,6 @@ safetensors_numpy = pytest.importorskip('safetensors.numpy')
 every_family = pytest.mark.parametrize('family', models.FAMILIES)
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _quick_compilation():
-  with tiny.quick_compilation():
-    yield
-
-
 @pytest.fixture
 def make(tmp_path):
   """Writes a random model of a family; returns directory, config, params."""

@@ -20,12 +20,6 @@ NETWORK = tiny.model(num_layers=1)
 LOSS = learner.LossConfig(clip_epsilon_low=0.2, clip_epsilon_high=0.3)
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _quick_compilation():
-  with tiny.quick_compilation():
-    yield
-
-
 @functools.cache
 def update_fn(loss=LOSS, temperature=1.0, network=NETWORK):
   """The gradient itself: a step of 1 along it, down."""
@@ -573,3 +567,29 @@ def test_warmup_rises_then_falls_to_the_floor():
   assert (np.diff(rates[:20]) > 0).all() and (np.diff(rates[20:]) <= 0).all()
   np.testing.assert_allclose([rates.max(), rates[-1]], [1, 0.1], atol=1e-3)
   assert learner.warmup_cosine(0.0, warmup=0.0) == 1
+
+
+def greedy_loss(num_numbers):
+  """A loss that asks the device for so many numbers at once."""
+
+  def terms(outputs, rows, reference_log_probs, facts):
+    del reference_log_probs, facts
+    much = jnp.broadcast_to(jnp.sum(outputs.log_probs), (num_numbers,))
+    return {'loss/greedy': outputs.log_probs * jnp.sort(much)[-1]}, {}
+
+  return learner.Loss(terms)
+
+
+@pytest.mark.filterwarnings('ignore:Explicitly requested dtype')
+@pytest.mark.parametrize('sizes, network, advice', [
+    (dict(max_tokens=256, row_length=96), NETWORK, 'max_tokens=96'),
+    (dict(max_tokens=96), tiny.model(num_layers=1, remat='none'),
+     "remat='block'"),
+    (dict(max_tokens=256), NETWORK, 'row_length=128')])
+def test_want_of_memory_says_what_to_change(sizes, network, advice):
+  tree = tiny.random_trees(5, num_trees=9)
+  batches = learner.make_batches(tree, tiny.random_credit(tree, 5), **sizes)
+  with pytest.raises(MemoryError, match='out of memory on the device') as e:
+    update_fn(greedy_loss(1 << 44), network=network)(fresh(), batches, 1.0)
+  assert advice in str(e.value), str(e.value)
+  assert 'RESOURCE_EXHAUSTED' in str(e.value)

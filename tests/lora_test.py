@@ -17,12 +17,6 @@ ADAPTERS = transformer.LoraConfig(rank=2, alpha=6.0)
 NETWORK = tiny.model(lora=ADAPTERS, value_head=True)
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _quick_compilation():
-  with tiny.quick_compilation():
-    yield
-
-
 def random_params():
   return tiny.params_of(NETWORK)
 

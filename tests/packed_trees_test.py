@@ -25,12 +25,6 @@ TEMPERATURE = 0.7
 SIZE = 96  # Tokens that every path alone is padded to.
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _quick_compilation():
-  with tiny.quick_compilation():
-    yield
-
-
 @functools.cache
 def params_of(seed=0):
   return tiny.params_of(NETWORK, seed)

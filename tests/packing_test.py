@@ -14,12 +14,6 @@ from bpo_jax import types
 SEEDS = range(6)
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _quick_compilation():
-  with tiny.quick_compilation():
-    yield
-
-
 def make(seed, row_length=None, layout='paths', **kwargs):
   tree = tiny.random_trees(seed, **kwargs)
   credit = tiny.random_credit(tree, seed)

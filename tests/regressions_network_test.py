@@ -32,12 +32,6 @@ OTHER_PROBS = PROBS[[0, 2, 1, 3]]
 VOCAB = 32
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _quick_compilation():
-  with tiny.quick_compilation():
-    yield
-
-
 class Bigram:
   """A policy network whose logits are the row of the last token."""
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_agents as tiny
 
 from bpo_jax import advantages
 from bpo_jax import masked
@@ -47,12 +46,6 @@ def _estimators():
 
 _ESTIMATORS = [name for name in _estimators() if name not in _NEEDS_MORE]
 each_estimator = pytest.mark.parametrize('name', _ESTIMATORS)
-
-
-@pytest.fixture(scope='module', autouse=True)
-def _quick_compilation():
-  with tiny.quick_compilation():
-    yield
 
 
 @functools.cache

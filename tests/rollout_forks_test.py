@@ -14,12 +14,6 @@ from bpo_jax import types
 MAX_TURNS = 6
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _quick_compilation():
-  with tiny.quick_compilation():
-    yield
-
-
 def inside_plan(seed, points, max_forks, birth):
   """A branch policy: random action tokens of one stage, forked a few times.
 

@@ -20,12 +20,6 @@ from environments import base
 MAX_TURNS = 6
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _quick_compilation():
-  with tiny.quick_compilation():
-    yield
-
-
 class Stop(BaseException):
   """As KeyboardInterrupt: no Exception."""
 

@@ -9,7 +9,6 @@ from absl.testing import flagsaver
 import jax
 import numpy as np
 import pytest
-import tiny_agents as tiny
 
 from bpo_jax import sampling
 from bpo_jax.models import transformer
@@ -19,12 +18,6 @@ NEW = 3
 SMALL = dataclasses.replace(
     benchmark.SMOLLM2, vocab_size=64, width=16, num_layers=2, num_heads=4,
     num_kv_heads=2, head_dim=4, mlp_width=24)
-
-
-@pytest.fixture(scope='module', autouse=True)
-def _quick_compilation():
-  with tiny.quick_compilation():
-    yield
 
 
 @pytest.fixture(name='ours', scope='module')

@@ -17,8 +17,8 @@ import tiny_runs
 
 
 @pytest.fixture(scope='module', autouse=True)
-def _quick_compilation(tmp_path_factory):
-  with tiny_runs.quick_compilation(tmp_path_factory.mktemp('compiled')):
+def _kept_compilation(tmp_path_factory):
+  with tiny_runs.kept_compilation(tmp_path_factory.mktemp('compiled')):
     yield
 
 

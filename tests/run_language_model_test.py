@@ -6,7 +6,6 @@ import chat_templates
 import jax
 import numpy as np
 import pytest
-import tiny_agents as tiny
 import tiny_runs
 import tiny_tokenizers
 
@@ -41,12 +40,6 @@ def write_model(folder, seed=0, config=CONFIG):
 @pytest.fixture(scope='module')
 def model(tmp_path_factory):
   return write_model(tmp_path_factory.mktemp('models') / 'tiny')
-
-
-@pytest.fixture(scope='module', autouse=True)
-def _quick_compilation():
-  with tiny.quick_compilation():
-    yield
 
 
 def config_of(directory, folder, **overrides):

@@ -12,12 +12,6 @@ VOCAB = 64
 LENGTH = 3
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _quick_compilation():
-  with tiny.quick_compilation():
-    yield
-
-
 def random_commands(rng, most=9):
   """A prefix-free set of commands of 1 to 3 tokens, as tuples."""
   commands = set()

@@ -16,12 +16,6 @@ TASKS = [f'train/{i}' for i in range(4)]
 TYPES = ['short', 'short', 'long', 'long']
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _quick_compilation():
-  with tiny.quick_compilation():
-    yield
-
-
 @pytest.fixture(scope='module')
 def grower():
   return tiny.corridor(max_turns=6)

@@ -4,7 +4,6 @@
 its states. `replay` plays every path of a tree again from the reset.
 """
 
-import contextlib
 
 import jax
 import jax.numpy as jnp
@@ -199,13 +198,3 @@ def random_credit(tree: trees.Tree, seed: int) -> types.Credit:
   draw = lambda low, high: np.where(
       mask, rng.uniform(low, high, mask.shape), 0).astype(np.float32)
   return types.Credit(advantages=draw(-2, 2), weights=draw(0.1, 2))
-
-
-@contextlib.contextmanager
-def quick_compilation():
-  """Compiles in half the time: a test computes too little to win it back."""
-  jax.config.update('jax_disable_most_optimizations', True)
-  try:
-    yield
-  finally:
-    jax.config.update('jax_disable_most_optimizations', False)

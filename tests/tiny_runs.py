@@ -76,15 +76,13 @@ def forget_agents() -> None:
 
 
 @contextlib.contextmanager
-def quick_compilation(folder):
-  """Compiles in half the time, and what was compiled before not at all."""
-  jax.config.update('jax_disable_most_optimizations', True)
+def kept_compilation(folder):
+  """Does not compile again what was compiled before."""
   jax.config.update('jax_compilation_cache_dir', str(folder))
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
   try:
     yield
   finally:
-    jax.config.update('jax_disable_most_optimizations', False)
     jax.config.update('jax_compilation_cache_dir', None)
     forget_agents()
 

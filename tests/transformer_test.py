@@ -13,12 +13,6 @@ import tiny_agents as tiny
 from bpo_jax.models import transformer
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _quick_compilation():
-  with tiny.quick_compilation():
-    yield
-
-
 def make(**sizes):
   network = tiny.model(**sizes)
   return network, tiny.params_of(network)

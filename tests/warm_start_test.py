@@ -16,12 +16,6 @@ from experiments import warm_start
 NUM_TASKS = 4
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _quick_compilation():
-  with tiny.quick_compilation():
-    yield
-
-
 @pytest.fixture(scope='module')
 def agent():
   made = tiny.household(max_turns=40)

@@ -92,42 +92,52 @@ class Case(NamedTuple):
 
 CASES = (
     Case('small', 2.3, length=1024, num_trees=4),
-    Case('small', 1.0, length=1024, num_trees=4),
-    Case('smollm2', 2.3, length=768, num_trees=1),
-    Case('smollm2', 1.0, length=768, num_trees=2))
+    Case('small', 1.0, length=1024, num_trees=8),
+    Case('smollm2', 2.3, length=512, num_trees=1),
+    Case('smollm2', 1.0, length=512, num_trees=2))
 SWEEP = (
-    *(Case('small', s) for s in (1.0, 1.5, 3.0, 4.0, 6.0, 8.0)),
-    *(Case('small', 2.3, depth=d) for d in (1, 4)),
+    *(Case('small', s, num_trees=2) for s in (1.5, 3.0, 4.0, 6.0, 8.0)),
+    *(Case('small', 2.3, depth=d, num_trees=2) for d in (1, 4)),
     *(Case('small', 2.3, length=n, num_trees=1) for n in (2048, 4096, 8192)))
 
 
 def make_trees(case: Case, vocab_size: int, seed: int = 0) -> trees.Tree:
   """Returns trees with about the sharing of the case.
 
-  A path is a prompt and `depth` turns of like length; each turn is half action
-  and half observation. Down to the last turn all paths share one; the number of
-  last turns, or of independent paths where nothing is to be shared, follows
-  from the sharing.
+  A path is a prompt and `depth` turns of one length, half action and half
+  observation; every turn has `b` siblings. With n = b^depth leaves and m the
+  mean number of nodes of a level, a prompt that is a share x of the path makes
+  the sharing n / (x + (1 - x) m): the least b that can have it is taken.
   """
   rng = np.random.default_rng(seed)
-  turn = case.length // (case.depth + 1)
-  trunk = case.length - turn
-  # (trunk + turn) K / (trunk + turn K) = sharing.
-  room = case.length - case.sharing * turn
-  num_leaves = max(1, round(case.sharing * trunk / room)) if room > 0 else 64
+  num_siblings, prompt = _shape(case)
+  turn = (1 - prompt) / case.depth
+  # Ragged, as episodes are.
+  draw = lambda share: rng.integers(1, vocab_size, max(2, int(
+      share * case.length * rng.uniform(0.8, 1.2))))
   builders = []
   for _ in range(case.num_trees):
     builder = trees.TreeBuilder()
-    # Ragged, as episodes are.
-    draw = lambda n: rng.integers(1, vocab_size, max(2, int(
-        n * rng.uniform(0.8, 1.2))))
-    node = builder.add(types.NO_PARENT, draw(turn))
-    for _ in range(case.depth - 1):
-      node = _add(builder, node, draw(turn))
-    for _ in range(num_leaves):
-      _add(builder, node, draw(turn))
+    level = [builder.add(types.NO_PARENT, draw(prompt))]
+    for _ in range(case.depth):
+      level = [_add(builder, node, draw(turn))
+               for node in level for _ in range(num_siblings)]
     builders.append(builder)
   return trees.stack(builders)
+
+
+def _shape(case: Case) -> tuple[int, float]:
+  """Returns the siblings of a turn, and the prompt's share of a path."""
+  if case.sharing == 1:
+    return 1, 1 / (case.depth + 1)
+  for num_siblings in range(2, 1000):
+    sizes = [num_siblings ** (level + 1) for level in range(case.depth)]
+    mean = sum(sizes) / case.depth
+    prompt = (mean - sizes[-1] / case.sharing) / (mean - 1)
+    if sizes[-1] / mean <= case.sharing <= 0.7 * sizes[-1]:
+      return num_siblings, prompt
+  raise ValueError(f'sharing = {case.sharing}: no tree has it at depth ='
+                   f' {case.depth}')
 
 
 def _add(builder, parent, tokens):
@@ -218,10 +228,9 @@ def measure(case: Case, rounds: int) -> dict[str, float]:
   packed = make_side(model, params, tree, 'trees', **sizes)
   ways = [make_side(model, params, tree, 'paths', **sizes, has_table=has)
           for has in (False, True)]
-  paths = min(ways, key=lambda side: (side.gradient(), _seconds(
-      side.gradient))[1])
-  left, right = packed.gradient(), paths.gradient()
+  left, right = [side.gradient() for side in (packed, *ways)][:2]
   apart = optax.global_norm(jax.tree.map(np.subtract, left, right))
+  paths = min(ways, key=lambda side: _seconds(side.gradient))
   pairs = [(_seconds(packed.gradient), _seconds(paths.gradient))
            for _ in range(rounds)]
   sharing = paths.tokens / packed.tokens
