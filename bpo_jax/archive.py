@@ -14,22 +14,28 @@ from bpo_jax import sampling
 from bpo_jax.models import transformer
 
 # Donated: rows are written where the cache lies.
-_copy_rows = jax.jit(sampling.copy_rows, donate_argnums=0)
+_copy_rows = jax.jit(
+    sampling.copy_rows, static_argnames='mesh', donate_argnums=0)
 
 
-def _copy(cache, source, to: Sequence[int], origin: Sequence[int]):
+def _copy(cache, source, to: Sequence[int], origin: Sequence[int], mesh):
   """Copies rows by `_copy_rows`, in the same shapes however many there are."""
   num_rows = len(cache.lengths)
   index = np.zeros((2, num_rows), np.int32)
   index[:, : len(to)] = to, origin
-  return _copy_rows(cache, source, *index, len(to))
+  return _copy_rows(cache, source, *index, len(to), mesh=mesh)
 
 
 class Archive:
   """The cache rows of all leaves so far, each as it was when last written."""
 
-  def __init__(self, config: transformer.TransformerConfig):
-    self._config = config
+  def __init__(self, model: transformer.Transformer):
+    """Begins with nothing.
+
+    Args:
+      model: the network that the caches are of, on whose mesh they lie.
+    """
+    self._config, self._mesh = model.config, model.mesh
     self._caches: dict[int, sampling.Cache] = {}
     self._place: dict[int, tuple[int, int]] = {}
     self._number = 0  # of the last cache
@@ -46,7 +52,8 @@ class Archive:
     """Keeps copies of the rows of a cache that is about to be overwritten."""
     for row, leaf in leaves.items():
       number, used = self._room_like(cache)
-      self._caches[number] = _copy(self._caches[number], cache, [used], [row])
+      self._caches[number] = _copy(
+          self._caches[number], cache, [used], [row], self._mesh)
       self._place[leaf] = number, used
       self._open = number, used + 1
 
@@ -59,7 +66,8 @@ class Archive:
       if same and used < len(cache.lengths):
         return self._open
     num_rows, _, length, _ = shape(cache)
-    self.add(sampling.empty_cache(self._config, num_rows, length), {})
+    empty = sampling.empty_cache(self._config, num_rows, length, self._mesh)
+    self.add(empty, {})
     return self._number, 0
 
   def keep(self, leaves: Sequence[int]) -> None:
@@ -85,5 +93,6 @@ class Archive:
     for number in np.unique(places[:, 0]):
       here = places[:, 0] == number
       cache = _copy(
-          cache, self._caches[number], np.asarray(to)[here], places[here, 1])
+          cache, self._caches[number], np.asarray(to)[here], places[here, 1],
+          self._mesh)
     return cache

@@ -4,6 +4,7 @@ Few shapes beat little padding: what is compiled is compiled for buckets.
 """
 
 from collections.abc import Sequence
+import functools
 from typing import NamedTuple
 
 import jax
@@ -11,27 +12,32 @@ import jax.numpy as jnp
 import numpy as np
 
 from bpo_jax import sampling
+from bpo_jax import sharding
 
 _MIN_ROWS = 16
 _MIN_CHUNK = 32  # Tokens read in a turn.
 
-_take_rows = jax.jit(sampling.take_rows)
+_take_rows = jax.jit(sampling.take_rows, static_argnames='mesh')
 
 
-def row_bucket(count: int) -> int:
-  """Returns the least of 16, 24, 32, 48, 64, 96, .. that holds `count` rows."""
+def row_bucket(count: int, multiple: int = 1) -> int:
+  """Returns the least of 16, 24, 32, 48, 64, 96, .. that holds `count` rows.
+
+  Rounded up to a multiple, of the devices that rows are parted over.
+  """
   size = _MIN_ROWS
   while size < count:
     size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
-  return size
+  return round_up(size, multiple)
 
 
-def shrunk_bucket(count: int) -> int:
+def shrunk_bucket(count: int, multiple: int = 1) -> int:
   """Returns the least of 16, 32, 64, .. that holds `count` rows.
 
   Coarser than `row_bucket`: a batch that shrinks passes through every size.
   """
-  return max(_MIN_ROWS, 1 << (int(count) - 1).bit_length())
+  size = max(_MIN_ROWS, 1 << (int(count) - 1).bit_length())
+  return round_up(size, multiple)
 
 
 def chunk_bucket(count: int, most: int) -> int:
@@ -85,11 +91,27 @@ def narrow(rows: sampling.Rows, before: HostRows) -> sampling.Rows:
   return rows._replace(pending=rows.pending[:, :width])
 
 
+def widen(
+    rows: sampling.Rows, size: int, mesh: jax.sharding.Mesh | None = None
+) -> sampling.Rows:
+  """Returns the rows with a cache of `size` tokens each."""
+  return rows._replace(cache=_grow_cache(mesh, rows.cache, size))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _grow_cache(mesh, cache, size):
+  return sharding.constrain_rows(mesh, sampling.grow_cache(cache, size))
+
+
 def close_ranks(
-    rows: sampling.Rows, kept: Sequence[int], num_rows: int
+    rows: sampling.Rows,
+    kept: Sequence[int],
+    num_rows: int,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> sampling.Rows:
   """Returns the rows `kept` alone, padded to `num_rows`."""
   index = np.pad(kept, (0, num_rows - len(kept)))
   is_real = jnp.arange(num_rows) < len(kept)
   small = jax.tree.map(lambda x: x[index], rows._replace(cache=None))
-  return small._replace(cache=_take_rows(rows.cache, index), active=is_real)
+  cache = _take_rows(rows.cache, index, len(kept), mesh=mesh)
+  return small._replace(cache=cache, active=is_real)

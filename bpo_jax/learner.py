@@ -12,7 +12,6 @@ import numpy as np
 import optax
 
 from bpo_jax import checks
-from bpo_jax import layouts
 from bpo_jax import masked
 from bpo_jax import memory
 from bpo_jax import objectives
@@ -343,7 +342,6 @@ def make_update_fn(
     optimizer: optax.GradientTransformation,
     loss: Loss,
     temperature: float = 1.0,
-    mesh: jax.sharding.Mesh | None = None,
 ) -> Callable[..., tuple[TrainState, dict[str, float]]]:
   """Returns one optimiser step over a batch of any number of micro-batches.
 
@@ -352,11 +350,11 @@ def make_update_fn(
   The gradient is clipped once, after all of it has been added up.
 
   Args:
-    model: the policy network.
+    model: the policy network; the state lies on its mesh, see
+      `sharding.place`.
     optimizer: as by `make_optimizer`.
     loss: what is minimised.
     temperature: of the behaviour policy.
-    mesh: where the state lies, see `sharding.place`; None for one device.
 
   Returns:
     `update(state, batches, learning_rate, reference=None)` to the next state,
@@ -364,8 +362,8 @@ def make_update_fn(
     the parameters of the reference policy. It raises a MemoryError that says
     what to change where a micro-batch is too much for the device.
   """
-  accumulate = _make_accumulate(model, loss, temperature, mesh)
-  apply = _make_apply(optimizer, mesh)
+  accumulate = _make_accumulate(model, loss, temperature)
+  apply = _make_apply(optimizer, model.mesh)
 
   def update(state, batches, learning_rate, reference=None):
     if loss.reducer != 'token_mean':
@@ -375,9 +373,9 @@ def make_update_fn(
     gradient = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype, device=_sharding(x)), trained)
     parts = []
-    with _memory_explained(model.config, batches, mesh):
+    with memory.explained_rows(model, batches):
       for rows in batches:
-        rows = sharding.place_rows(mesh, rows)
+        rows = sharding.place_rows(model.mesh, rows)
         gradient, part = accumulate(
             gradient, trained, frozen, reference, rows, facts
         )
@@ -391,36 +389,6 @@ def make_update_fn(
     return state, _add_up(parts, facts) | norms
 
   return update
-
-
-def _memory_explained(config, batches, mesh):
-  """Says which of batch, row length or remat to change, should memory lack."""
-
-  def sizes():
-    rows = max(batches, key=lambda rows: rows.tokens.size)
-    num_rows, length = rows.tokens.shape
-    shards = 1 if mesh is None else mesh.shape['data']
-    return num_rows // shards, length, int(np.max(rows.positions)) + 1
-
-  def work():
-    num_rows, length, _ = sizes()
-    return f'the gradient of {num_rows} x {length} tokens, rows x length'
-
-  def remedies():
-    (num_rows, length, longest), found = sizes(), []
-    if config.remat != 'block':
-      found.append(f"remat='block', which keeps least; it is {config.remat!r}")
-    if num_rows > 1:
-      found.append(
-          f'max_tokens={num_rows * length // 2}, for half of the rows at a time')
-    shorter = layouts.bucket(max(longest, length // 2))
-    if shorter < length:
-      found.append(f'row_length={shorter}, for shorter rows; the longest path'
-                   f' has {longest} tokens')
-    return found + ["a smaller network, or a mesh that parts it, such as"
-                    " 'data:1,model:2'"]
-
-  return memory.explained(work, remedies)
 
 
 def _check_paths(batches, reducer) -> None:
@@ -476,7 +444,7 @@ def make_gradient_fn(
   return jax.grad(micro_loss, has_aux=True)
 
 
-def _make_accumulate(model, loss, temperature, mesh):
+def _make_accumulate(model, loss, temperature):
   """Returns what adds the gradient of a micro-batch to that of the others."""
   gradient_fn = make_gradient_fn(model, loss, temperature)
 
@@ -484,7 +452,7 @@ def _make_accumulate(model, loss, temperature, mesh):
   def accumulate(gradient, trained, frozen, reference, rows, facts):
     new, part = gradient_fn(trained, frozen, reference, rows, facts)
     total = jax.tree.map(jnp.add, gradient, new)
-    return sharding.constrain(mesh, total), part
+    return sharding.constrain(model.mesh, total), part
 
   return accumulate
 
@@ -592,9 +560,12 @@ def make_outputs_fn(
     fields = [np.zeros(shape, np.float32) for _ in range(3)]
     for rows in make_batches(tree, credit, max_tokens):
       index = rows.source[rows.action_mask]
-      for field, values in zip(fields, compute(params, rows)):
+      with memory.explained_rows(model, [rows]):
+        placed = sharding.place_rows(model.mesh, rows)
+        computed = jax.device_get(compute(params, placed))
+      for field, values in zip(fields, computed):
         if values is not None:
-          field.ravel()[index] = np.asarray(values)[rows.action_mask]
+          field.ravel()[index] = values[rows.action_mask]
     has_values = model.config.value_head
     return packing.TokenOutputs(*fields[:2], fields[2] if has_values else None)
 

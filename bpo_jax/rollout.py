@@ -20,6 +20,7 @@ has begun, only what its own forks inherit is.
 import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
+import functools
 import time
 from typing import Any, NamedTuple
 
@@ -31,7 +32,9 @@ from bpo_jax import archive
 from bpo_jax import batches
 from bpo_jax import checks
 from bpo_jax import decoding
+from bpo_jax import memory
 from bpo_jax import sampling
+from bpo_jax import sharding
 from bpo_jax import tree as trees
 from bpo_jax import types
 from bpo_jax.models import transformer
@@ -92,8 +95,9 @@ class _Leaf:
     self.turns: list[_Turn] = []
 
 
-_prepare = jax.jit(decoding.prepare, static_argnums=0)
-_grow_cache = jax.jit(sampling.grow_cache, static_argnums=1)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _prepare(config, mesh, params):
+  return sharding.constrain(mesh, decoding.prepare(config, params))
 
 
 class Grower:
@@ -116,7 +120,8 @@ class Grower:
     """Compiles nothing yet.
 
     Args:
-      model: the policy network.
+      model: the policy network, on whose mesh, if it has one, rows and their
+        caches lie.
       environment: an `environments.callbacks.BatchedEnvironment` or its like.
       sampler: how actions are drawn.
       max_turns: actions after which an episode is truncated.
@@ -126,10 +131,18 @@ class Grower:
         what log-probs owe to rounding.
 
     Raises:
-      ValueError: if `max_rows` is below 1, or the sampler is not the model's.
+      ValueError: if `max_rows` is below 1 or is not divided by the `data` axis
+        of the mesh, or the sampler is not the model's.
     """
+    self.model, self.mesh = model, model.mesh
+    self.row_multiple = 1 if self.mesh is None else self.mesh.shape['data']
     if max_rows is not None:
       checks.at_least('max_rows', max_rows, 1)
+      if max_rows % self.row_multiple:
+        raise ValueError(
+            f'max_rows: expected a multiple of {self.row_multiple}, which rows'
+            f' are parted over by --mesh, got {max_rows}; take another'
+            ' --max_rows or --mesh')
     self.debug = debug
     self.max_rows = max_rows
     self.model_config = model.config
@@ -139,17 +152,36 @@ class Grower:
     self.chunk = 1 + environment.codec.observation_length
     self.action_length = sampler.action_length
     self.turn_length = self.chunk + self.action_length
-    self.prefill = jax.jit(decoding.make_prefill(model), donate_argnums=1)
+    held = functools.partial(sharding.held, self.mesh)
+    self.prefill = jax.jit(held(decoding.make_prefill(model)), donate_argnums=1)
     # The rows are donated: a turn writes the cache where it lies.
-    self.act = jax.jit(decoding.make_act(model, sampler), donate_argnums=1)
-    self.advance = jax.jit(
+    self.act = jax.jit(
+        held(decoding.make_act(model, sampler)), donate_argnums=1)
+    self._advance = jax.jit(
         sampling.make_advance(environment.step, max_turns), donate_argnums=0
     )
 
   def num_rows(self, count: int) -> int:
     """Returns how many rows are run for `count` episodes."""
-    num_rows = batches.row_bucket(count)
+    num_rows = batches.row_bucket(count, self.row_multiple)
     return min(num_rows, self.max_rows or num_rows)
+
+  def empty_cache(self, num_rows: int, length: int) -> sampling.Cache:
+    """Returns a cache for the network, on its mesh."""
+    return sampling.empty_cache(
+        self.model_config, num_rows, length, self.mesh)
+
+  def advance(
+      self, rows: sampling.Rows, actions: sampling.Actions
+  ) -> tuple[sampling.Rows, Any]:
+    """Steps every active sandbox once, see `sampling.make_advance`.
+
+    On one device, without the cache: among the devices of a mesh, all others
+    would wait for the environment in the middle of a program.
+    """
+    given = rows._replace(cache=None), actions._replace(allowed=None)
+    stepped, result = self._advance(*sharding.on_one(self.mesh, given))
+    return stepped._replace(cache=rows.cache), result
 
   def grow(
       self,
@@ -178,6 +210,7 @@ class Grower:
     Raises:
       ValueError: if there is no task or no backbone, if a plan forks anywhere
         but at an action token, or, in debug mode, if a tree is unsound.
+      MemoryError: if the device has too little; it says what to change.
     """
     if not tasks or num_backbones < 1:
       raise ValueError(
@@ -185,7 +218,9 @@ class Grower:
           f' {num_backbones}'
       )
     growth = _Growth(self, params, tasks, rng_key, greedy)
-    try:
+    num_rows = self.num_rows(len(tasks) * num_backbones)
+    with contextlib.closing(growth), memory.explained_episodes(
+        num_rows, len(tasks)):
       growth.lay_backbones(num_backbones, is_last=not branch)
       tree, unspent = growth.tree(), 0
       for stage, policy in enumerate(branch, start=1):
@@ -198,8 +233,6 @@ class Grower:
         tree.validate()
       return Rollout(tree, growth.compute, growth.statuses, unspent,
                      growth.utilisation())
-    finally:
-      growth.release()
 
 
 class _Growth:
@@ -208,13 +241,13 @@ class _Growth:
   def __init__(self, grower: Grower, params, tasks, rng_key, greedy: bool):
     self._grower = grower
     self._params = params
-    self._prepared = _prepare(grower.model_config, params)
+    self._prepared = _prepare(grower.model_config, grower.mesh, params)
     self._tasks = tasks
     self._greedy = greedy
     self._task_keys = jax.vmap(jax.random.fold_in, (None, 0))(
         rng_key, np.arange(len(tasks))
     )
-    self._archive = archive.Archive(grower.model_config)
+    self._archive = archive.Archive(grower.model)
     self._builders = [trees.TreeBuilder() for _ in tasks]
     # By the handle of a node that begins at or inside the decision's action.
     self._decisions: list[dict[int, _Decision]] = [{} for _ in tasks]
@@ -233,7 +266,7 @@ class _Growth:
     """Returns the share of all rows of all turns that had an episode."""
     return self.compute.environment_steps / max(1, self._rows_run)
 
-  def release(self) -> None:
+  def close(self) -> None:
     """Gives back every state that was taken."""
     self._grower.environment.release(self._handles)
     self._handles = []
@@ -328,7 +361,7 @@ class _Growth:
       for row, prompt in enumerate(prompts[start:start + num_rows]):
         lengths[row] = len(prompt) - 1
         tokens[row, : lengths[row]] = prompt[:-1]
-      cache = sampling.empty_cache(self._grower.model_config, num_rows, size)
+      cache = self._grower.empty_cache(num_rows, size)
       cache = self._grower.prefill(self._params, cache, tokens, lengths)
       read = owners[start:start + num_rows]
       self._archive.add(cache, dict(enumerate(read)))
@@ -353,7 +386,8 @@ class _Growth:
       rows = self._make_room(rows)
       before = batches.to_host(rows)
       with self._timed('network'):
-        rows = batches.narrow(rows, before)
+        rows = sharding.place_rows(
+            self._grower.mesh, batches.narrow(rows, before))
         rows, actions = self._grower.act(self._prepared, rows)
         jax.block_until_ready(actions)
       with self._timed('environment'):
@@ -389,7 +423,8 @@ class _Growth:
       waiting: episodes to come; those that get a row are taken off.
       is_last: whether nothing is forked from these episodes.
     """
-    num_rows = len(seats) if waiting else batches.shrunk_bucket(active.sum())
+    num_rows = len(seats) if waiting else batches.shrunk_bucket(
+        active.sum(), self._grower.row_multiple)
     if not waiting and num_rows >= len(seats):
       return rows, seats
     ended = {row: leaf for row, leaf in enumerate(seats) if not active[row]}
@@ -398,7 +433,7 @@ class _Growth:
     if not waiting:
       kept = np.flatnonzero(active)
       nobody = [None] * (num_rows - len(kept))
-      rows = batches.close_ranks(rows, kept, num_rows)
+      rows = batches.close_ranks(rows, kept, num_rows, self._grower.mesh)
       return rows, [*(seats[row] for row in kept), *nobody]
     new = [waiting.popleft() for _ in range(min(len(ended), len(waiting)))]
     seats = [None if row in ended else leaf for row, leaf in enumerate(seats)]
@@ -435,7 +470,7 @@ class _Growth:
     num_rows = self._grower.num_rows(len(waiting))
     size = self._archive.length([leaf.start.leaf for leaf in waiting])
     rows = self._columns([waiting[0]] * num_rows)
-    cache = sampling.empty_cache(self._grower.model_config, num_rows, size)
+    cache = self._grower.empty_cache(num_rows, size)
     rows = rows._replace(cache=cache, active=jnp.zeros(num_rows, bool))
     return rows, [None] * num_rows
 
@@ -484,7 +519,7 @@ class _Growth:
     if needed <= sampling.cache_length(rows.cache):
       return rows
     size = batches.round_up(needed, _CACHE_BUCKET)
-    return rows._replace(cache=_grow_cache(rows.cache, size))
+    return batches.widen(rows, size, self._grower.mesh)
 
   def _record(self, before, actions, result, seats) -> None:
     """Keeps a node for each action of a turn, and what a fork there needs."""

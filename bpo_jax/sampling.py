@@ -8,6 +8,7 @@ of its parent's row.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from bpo_jax import checks
+from bpo_jax import sharding
 from bpo_jax.models import transformer
 
 _BLOCK = 1024  # Tokens of a vocabulary that are summed up flat.
@@ -247,9 +249,9 @@ def continuations(
     [R, V] bool; all False where the action is complete.
   """
   following = _following(commands, drawn, step)
-  rows = jnp.arange(commands.shape[0])[:, None]
-  allowed = jnp.zeros((commands.shape[0], vocab_size), bool)
-  return allowed.at[rows, following].max(following != 0)
+  # By vmap, so that XLA knows rows apart and sends none to another device.
+  nothing = jnp.zeros(vocab_size, bool)
+  return jax.vmap(lambda row: nothing.at[row].max(row != 0))(following)
 
 
 def _following(
@@ -311,17 +313,22 @@ def allowed_sets(
 
 
 def empty_cache(
-    config: transformer.TransformerConfig, num_rows: int, length: int
+    config: transformer.TransformerConfig,
+    num_rows: int,
+    length: int,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
-  """Returns a cache for `num_rows` paths of up to `length` tokens."""
-  shape = (num_rows, config.num_kv_heads, length, config.head_dim)
-  dtype = jnp.dtype(config.dtype)
-  layers = lambda: tuple(
-      jnp.zeros(shape, dtype) for _ in range(config.num_layers)
-  )
-  return Cache(
-      transformer.KeyValues(layers(), layers()), jnp.zeros(num_rows, jnp.int32)
-  )
+  """Returns a cache for `num_rows` paths of up to `length` tokens.
+
+  On a mesh it lies as `sharding.of_rows` says.
+  """
+  layer = jax.ShapeDtypeStruct(
+      (num_rows, config.num_kv_heads, length, config.head_dim),
+      jnp.dtype(config.dtype))
+  layers = (layer,) * config.num_layers
+  lengths = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
+  return sharding.zero_rows(
+      mesh, Cache(transformer.KeyValues(layers, layers), lengths))
 
 
 def cache_length(cache: Cache) -> int:
@@ -342,6 +349,7 @@ def copy_rows(
     to: jax.Array,
     origin: jax.Array,
     count: jax.Array,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
   """Copies rows of one cache into another, of which a fork is made.
 
@@ -352,24 +360,67 @@ def copy_rows(
     to: [K] int32, rows of `cache`.
     origin: [K] int32, rows of `source`.
     count: [] int32, how many of the K are copied; the others are padding.
+    mesh: where both lie, which then exchanges these rows and no more; None for
+      one device.
   """
-  size = min(cache_length(cache), cache_length(source))
-  to, origin = jnp.asarray(to), jnp.asarray(origin)
+  args = cache, source, *map(jnp.asarray, (to, origin, count))
+  if mesh is None:
+    return _copy_rows(None, *args)
+  of_cache, of_source = sharding.row_specs(cache), sharding.row_specs(source)
+  return jax.shard_map(
+      functools.partial(_copy_rows, 'data'),
+      mesh=mesh,
+      in_specs=(of_cache, of_source, jax.P(), jax.P(), jax.P()),
+      out_specs=of_cache,
+  )(*args)
 
-  def copy(i, cache):
-    def copied(x, y):
-      row = jax.lax.dynamic_slice_in_dim(y[:, :, :size], origin[i], 1)
-      return jax.lax.dynamic_update_slice(x, row, (to[i], 0, 0, 0))
-    key_values = jax.tree.map(copied, cache.key_values, source.key_values)
-    lengths = cache.lengths.at[to[i]].set(source.lengths[origin[i]])
-    return Cache(key_values, lengths)
+
+def _copy_rows(axis, cache, source, to, origin, count):
+  """Copies rows that lie here, or that an axis of a mesh parts."""
+
+  def local(x, i):
+    """Returns row i as it is numbered here, if it is here."""
+    if axis is None:
+      return i, True
+    i = i - len(x) * jax.lax.axis_index(axis)
+    return jnp.clip(i, 0, len(x) - 1), (0 <= i) & (i < len(x))
+
+  def row_of(x, i, sizes):
+    return jax.lax.dynamic_slice(x, (i, *[0] * len(sizes)), (1, *sizes))
+
+  def fetch(x, y, i):
+    i, is_here = local(y, i)
+    row = row_of(y, i, tuple(map(min, x.shape[1:], y.shape[1:])))
+    return jnp.where(is_here, row, jnp.zeros_like(row))
+
+  def put(x, row, i):
+    i, is_here = local(x, i)
+    row = jnp.where(is_here, row, row_of(x, i, row.shape[1:]))
+    return jax.lax.dynamic_update_slice_in_dim(x, row, i, 0)
+
+  def copy(k, cache):
+    rows = jax.tree.map(lambda x, y: fetch(x, y, origin[k]), cache, source)
+    rows = rows if axis is None else jax.lax.psum(rows, axis)
+    return jax.tree.map(lambda x, row: put(x, row, to[k]), cache, rows)
 
   return jax.lax.fori_loop(0, count, copy, cache)
 
 
-def take_rows(cache: Cache, rows: jax.Array) -> Cache:
-  """Returns the cache of the rows [K] int32 of a cache."""
-  return jax.tree.map(lambda x: x[rows], cache)
+def take_rows(
+    cache: Cache,
+    rows: jax.Array,
+    count: jax.Array,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Cache:
+  """Returns a cache of the first `count` of the rows [K] int32 of a cache.
+
+  It has K rows; those beyond hold nothing of use.
+  """
+  if mesh is None:
+    return jax.tree.map(lambda x: x[rows], cache)
+  empty = jax.tree.map(
+      lambda x: jnp.zeros((len(rows), *x.shape[1:]), x.dtype), cache)
+  return copy_rows(empty, cache, jnp.arange(len(rows)), rows, count, mesh)
 
 
 def write_cache(

@@ -5,10 +5,12 @@ and the vocabulary. Everything else is XLA's: arrays are placed, and GSPMD makes
 the programs. One device is the mesh `data:1,model:1`, or none at all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 import numpy as np
 
@@ -139,12 +141,33 @@ def constrain(mesh: jax.sharding.Mesh | None, tree: Any) -> Any:
   return jax.lax.with_sharding_constraint(tree, of(mesh, tree))
 
 
+def row_specs(rows: Any) -> Any:
+  """Returns how rows lie along the axes: keys and values by heads as well.
+
+  Args:
+    rows: pytree of [R, ...] arrays or their shapes, such as
+      `packing.PackedRows`, `sampling.Rows` or `sampling.Cache`.
+  """
+
+  def of_leaf(path, _):
+    names = [getattr(key, 'name', None) for key in path]
+    return jax.P(*AXES) if 'key_values' in names else jax.P('data')
+
+  return jax.tree_util.tree_map_with_path(of_leaf, rows)
+
+
+def of_rows(mesh: jax.sharding.Mesh, rows: Any) -> Any:
+  """Returns the sharding of every leaf of rows, see `row_specs`."""
+  return jax.tree.map(
+      lambda spec: NamedSharding(mesh, spec), row_specs(rows))
+
+
 def place_rows(mesh: jax.sharding.Mesh | None, rows: Any) -> Any:
   """Parts rows over `data`; missing ones are made up of zeros.
 
   Args:
     mesh: as by `make_mesh`, or None, which leaves the rows where they are.
-    rows: pytree of [R, ...] arrays, such as `packing.PackedRows`.
+    rows: as of `row_specs`.
 
   Returns:
     The same on the mesh, R rounded up to a multiple of its `data` axis. Rows of
@@ -156,7 +179,49 @@ def place_rows(mesh: jax.sharding.Mesh | None, rows: Any) -> Any:
 
   def fit(x):
     missing = -len(x) % parts
-    x = np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
-    return jax.device_put(x, NamedSharding(mesh, jax.P('data')))
+    if not missing:
+      return x
+    return np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
 
-  return jax.tree.map(fit, rows)
+  rows = jax.tree.map(fit, rows)
+  return jax.device_put(rows, of_rows(mesh, rows))
+
+
+def zero_rows(mesh: jax.sharding.Mesh | None, shapes: Any) -> Any:
+  """Returns zeros where `place_rows` puts them, never whole on one device.
+
+  Args:
+    mesh: as by `make_mesh`, whose `data` axis divides R; None for one device.
+    shapes: pytree of jax.ShapeDtypeStruct, [R, ...] each.
+  """
+  if mesh is None:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  return jax.tree.map(
+      lambda x, place: jnp.zeros(x.shape, x.dtype, device=place),
+      shapes, of_rows(mesh, shapes))
+
+
+def constrain_rows(mesh: jax.sharding.Mesh | None, rows: Any) -> Any:
+  """Holds traced rows to where `place_rows` puts them."""
+  if mesh is None:
+    return rows
+  return jax.lax.with_sharding_constraint(rows, of_rows(mesh, rows))
+
+
+def held(
+    mesh: jax.sharding.Mesh | None, function: Callable[..., Any]
+) -> Callable[..., Any]:
+  """Returns the function, with the rows that it gives held to the mesh."""
+
+  @functools.wraps(function)
+  def of(*args):
+    return constrain_rows(mesh, function(*args))
+
+  return of
+
+
+def on_one(mesh: jax.sharding.Mesh | None, tree: Any) -> Any:
+  """Puts small arrays on the first device of the mesh; None leaves them."""
+  if mesh is None:
+    return tree
+  return jax.device_put(tree, mesh.devices.flat[0])

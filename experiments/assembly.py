@@ -18,6 +18,7 @@ from bpo_jax import learner
 from bpo_jax import options
 from bpo_jax import rollout
 from bpo_jax import sampling
+from bpo_jax import sharding
 from bpo_jax import tokenizers
 from bpo_jax import variance
 from bpo_jax.models import lora
@@ -77,6 +78,21 @@ class Agent:
       return None
     self.batched.release(first.handles)
     return task
+
+  def on(self, mesh: jax.sharding.Mesh | None) -> 'Agent':
+    """Returns the agent with its network, and the rows it plays, on a mesh.
+
+    Raises:
+      ValueError: if the mesh does not part the network or its rows evenly.
+    """
+    if mesh is None:
+      return self
+    sharding.check(mesh, self.model.config)
+    model, alone = self.model.clone(mesh=mesh), self.grower
+    grower = rollout.Grower(
+        model, self.batched, self.sampler, alone.max_turns, alone.debug,
+        alone.max_rows)
+    return dataclasses.replace(self, model=model, grower=grower)
 
   def close(self) -> None:
     """Gives everything back; reports the words that had no token."""
@@ -247,9 +263,8 @@ def learning_model(
 ) -> transformer.Transformer:
   """Returns the network with the value head that the algorithm may need."""
   has_critic = 'value head' in algorithms.get(config.algorithm).needs
-  return transformer.Transformer(
-      dataclasses.replace(agent.model.config, value_head=has_critic)
-  )
+  return agent.model.clone(config=dataclasses.replace(
+      agent.model.config, value_head=has_critic))
 
 
 def init_state(

@@ -70,7 +70,6 @@ class Run:
     workdir: where everything goes.
     reference: parameters of the warm-started policy.
     base: fingerprint of the weights that training leaves as they are.
-    mesh: where parameters and rows lie; None for one device.
     state: what training has come to.
   """
 
@@ -84,7 +83,6 @@ class Run:
   workdir: pathlib.Path
   reference: dict
   base: str
-  mesh: jax.sharding.Mesh | None
   state: learner.TrainState
 
 
@@ -96,9 +94,8 @@ def set_up(config: configs.TrainConfig) -> Run:
     OSError: if the workdir cannot be written to.
   """
   mesh = sharding.make_mesh(config.mesh) if config.mesh else None
-  agent = assembly.make_agent(config)
-  if mesh is not None:
-    sharding.check(mesh, agent.model.config)
+  alone = assembly.make_agent(config)
+  agent = alone.on(mesh)
   method = methods.make(config, agent.tokenizer.vocab_size)
   methods.check(method)
   agent.grower.debug = config.debug
@@ -108,7 +105,8 @@ def set_up(config: configs.TrainConfig) -> Run:
   )
   eval_types = scoring.task_types(agent.environment, eval_tasks)
   workdir = make_workdir(config)
-  reference = sharding.place(mesh, warm_start.load(config, agent, workdir))
+  # The warm start is made on one device: runs of all meshes share it.
+  reference = sharding.place(mesh, warm_start.load(config, alone, workdir))
   state = sharding.place(mesh, assembly.init_state(config, agent, reference))
   if checkpoint.latest_step(workdir / 'checkpoints') is not None:
     state = assembly.restore(workdir, agent, state).state
@@ -124,7 +122,6 @@ def set_up(config: configs.TrainConfig) -> Run:
       workdir=workdir,
       reference=reference,
       base=language_models.fingerprint(reference),
-      mesh=mesh,
       state=state,
   )
 
@@ -275,11 +272,11 @@ def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
       assembly.make_optimizer(config),
       learner.make_policy_loss(method.loss, method.objective),
       config.temperature,
-      run.mesh,
   )
   reference = run.reference if method.loss.kl_coef else None
   layout = methods.layout(method)
-  num_shards = 1 if run.mesh is None else run.mesh.shape['data']
+  mesh = agent.model.mesh
+  num_shards = 1 if mesh is None else mesh.shape['data']
   credit_fn = jax.jit(method.credit)
   codec, clock = agent.batched.codec, Clock()
   clock.lap('time/saving')  # Later, that of the update before.
@@ -308,7 +305,8 @@ def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
     refuse_infinite(run, number, values)
     clock.lap('time/learning')
     skipped = tasks_seen - int(state.tasks_seen) - len(tasks)
-    run.state = count_up(run, state, grown, tasks_seen)
+    run.state = sharding.place(
+        mesh, count_up(run, state, grown, tasks_seen))
     yield number, {
         **tree_metrics(grown.tree),
         **values,
@@ -511,7 +509,7 @@ def main(argv: Sequence[str]) -> None:
     raise flags.IllegalFlagValueError(str(error)) from error
   try:
     run_training(run)
-  except (FloatingPointError, OSError, ValueError) as error:
+  except (FloatingPointError, MemoryError, OSError, ValueError) as error:
     logging.debug('Where it happened:', exc_info=True)  # With --verbosity=1.
     sys.exit(f'error: {error}')
   finally:

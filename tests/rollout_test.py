@@ -3,6 +3,7 @@
 import collections
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_agents as tiny
@@ -430,6 +431,22 @@ def test_an_end_by_the_branch_policy_leaves_no_state(corridor, error):
     raise error('no plan')
   with pytest.raises(error, match='no plan'):
     grower.grow(params, ['train/2'], jax.random.key(0), 1, [policy])
+  assert held(grower) == (0, 0)
+
+
+@pytest.mark.filterwarnings('ignore:Explicitly requested dtype')
+def test_want_of_memory_says_what_to_change_and_leaves_no_state(
+    corridor, monkeypatch):
+  grower, params = corridor
+
+  def greedy(prepared, rows):
+    del prepared
+    much = jnp.broadcast_to(jnp.sum(rows.turns), (1 << 44,))
+    return rows, jax.jit(jnp.sort)(much)
+
+  monkeypatch.setattr(grower, 'act', greedy)
+  with pytest.raises(MemoryError, match='episodes at once.*max_rows='):
+    grower.grow(params, ['train/1', 'train/2'], jax.random.key(0))
   assert held(grower) == (0, 0)
 
 

@@ -284,6 +284,7 @@ class Attention(nn.Module):
   """Grouped-head self-attention over earlier key-values and this chunk's."""
 
   config: TransformerConfig
+  mesh: jax.sharding.Mesh | None = None
 
   @nn.compact
   def __call__(self, x, past, rotation, past_masks, mask):
@@ -303,7 +304,7 @@ class Attention(nn.Module):
     queries, keys = turned('query', c.num_heads), turned('key', c.num_kv_heads)
     values = heads('value', c.num_kv_heads)
     if isinstance(mask, attention.Ancestors):
-      out = attention.attend(queries, keys, values, mask)
+      out = attention.attend_parted(self.mesh, queries, keys, values, mask)
     else:
       sources = [(*kv, m) for kv, m in zip(past, past_masks)]
       out = attend(queries, [*sources, (keys, values, mask)])
@@ -320,11 +321,12 @@ class Block(nn.Module):
   """
 
   config: TransformerConfig
+  mesh: jax.sharding.Mesh | None = None
 
   @nn.compact
   def __call__(self, x, past, rotation, past_masks, mask):
     c = self.config
-    attended, new = Attention(c, name='attention')(
+    attended, new = Attention(c, self.mesh, name='attention')(
         _norm(c, 'attention_norm')(x), past, rotation, past_masks, mask
     )
     x = x + attended
@@ -348,9 +350,15 @@ def _rematerialised(remat: Remat) -> type[Block]:
 
 
 class Transformer(nn.Module):
-  """Tokens to hidden states, and hidden states to logits."""
+  """Tokens to hidden states, and hidden states to logits.
+
+  Attributes:
+    config: of the network.
+    mesh: where parameters and rows lie, see `sharding`; None for one device.
+  """
 
   config: TransformerConfig
+  mesh: jax.sharding.Mesh | None = None
 
   def setup(self):
     c = self.config
@@ -367,9 +375,9 @@ class Transformer(nn.Module):
           split_rngs={'params': True},
           in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
           length=c.num_layers,
-      )(c)
+      )(c, self.mesh)
     else:
-      self.blocks = [block(c) for _ in range(c.num_layers)]
+      self.blocks = [block(c, self.mesh) for _ in range(c.num_layers)]
     self.final_norm = nn.RMSNorm(epsilon=c.norm_epsilon)
     if not c.tied:
       self.output = self.param(
