@@ -56,10 +56,7 @@ def between(name: str, value: Any, low: float, high: float = math.inf) -> None:
   """
   if isinstance(value, jax.core.Tracer):
     return
-  try:
-    numbers = np.asarray(value, np.float64)
-  except (TypeError, ValueError) as error:
-    raise ValueError(f'{name}: expected a number, got {value!r}') from error
+  numbers = _numbers(name, value)
   # The bounds as float32 has them: 1e-3 of an array may be a little less.
   near = (numbers >= np.float32(low)) | (numbers >= low)
   near &= (numbers <= np.float32(high)) | (numbers <= high)
@@ -68,6 +65,24 @@ def between(name: str, value: Any, low: float, high: float = math.inf) -> None:
     if high == math.inf:
       limits = 'a finite number' + ('' if low == -high else f', at least {low}')
     raise ValueError(f'{name}: expected {limits}, got {value}')
+
+
+def not_nan(name: str, value: Any) -> None:
+  """Raises ValueError if a number is NaN; traced ones are let through."""
+  if not isinstance(value, jax.core.Tracer) and np.any(
+      np.isnan(_numbers(name, value))):
+    raise ValueError(f'{name}: expected a number, got {value}')
+
+
+def _numbers(name, value):
+  """Returns numbers as float64; text is none, though it may spell one."""
+  try:
+    numbers = np.asarray(value)
+    if numbers.dtype.kind not in 'US':
+      return numbers.astype(np.float64)
+  except (TypeError, ValueError):
+    pass
+  raise ValueError(f'{name}: expected a number, got {value!r}')
 
 
 def shape(name: str, value: Any, expected: tuple[int, ...]) -> None:
@@ -88,7 +103,7 @@ def positive(name: str, value: Any) -> None:
   """Raises ValueError unless numbers are finite and above 0, as `between`."""
   between(name, value, 0)
   if not isinstance(value, jax.core.Tracer) and not np.all(
-      np.asarray(value) > 0):
+      _numbers(name, value) > 0):
     raise ValueError(f'{name}: expected a positive number, got {value}')
 
 

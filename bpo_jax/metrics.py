@@ -14,7 +14,6 @@ import pathlib
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from typing import Any, NamedTuple, Protocol, TextIO
 
@@ -163,7 +162,7 @@ def _read_rows(
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-  """Refuses a file that cannot be written, before the work that fills it.
+  """Refuses a file that `write_text` cannot write, before the work.
 
   Makes its folder if there is none; what the file holds stays.
 
@@ -173,27 +172,72 @@ def check_writable(path: str | os.PathLike[str]) -> None:
   path = pathlib.Path(path)
   if path.is_dir():
     raise IsADirectoryError(f'{path} is a folder; expected a file to write to')
-  path.parent.mkdir(parents=True, exist_ok=True)
-  with tempfile.TemporaryFile(dir=path.parent):
-    pass
   if path.exists() and not os.access(path, os.W_OK):
     raise PermissionError(f'{path} cannot be written to')
+  if _is_whole_file(path):
+    _, partial = _places(path)
+    was_there = partial.exists()
+    with partial.open('a', encoding='utf-8'):
+      pass
+    if not was_there:
+      partial.unlink()
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
   """Writes a file that is there whole or not at all.
 
+  A link stays one: the file it leads to is written. What is no regular file,
+  such as /dev/null, or is where this process prints, such as /dev/stdout, is
+  written to as it is.
+
   Raises:
     OSError: if it cannot be written; what was there before stays.
   """
   path = pathlib.Path(path)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  partial = path.with_name(path.name + '.partial')
+  if not _is_whole_file(path):
+    _write_through(path, text)
+    return
+  target, partial = _places(path)
   with partial.open('w', newline='', encoding='utf-8') as file:
     file.write(text)
     file.flush()
     os.fsync(file.fileno())
-  partial.replace(path)
+  partial.replace(target)
+
+
+def _is_whole_file(path: pathlib.Path) -> bool:
+  """Returns whether a path is that of a file to replace, or of none yet."""
+  if not path.exists():
+    return True
+  return path.is_file() and _printed_to(path) is None
+
+
+def _printed_to(path: pathlib.Path) -> TextIO | None:
+  """Returns the stream of this process that goes to a file, if one does."""
+  for stream in (sys.__stdout__, sys.__stderr__):
+    try:
+      if stream and os.path.samestat(path.stat(), os.fstat(stream.fileno())):
+        return stream
+    except (OSError, ValueError):  # It is closed, or none of the system's.
+      pass
+  return None
+
+
+def _write_through(path: pathlib.Path, text: str) -> None:
+  """Writes to a device, a pipe, or where the process prints."""
+  stream = _printed_to(path)
+  if stream is None:
+    path.write_text(text, encoding='utf-8')
+  else:  # Opened anew, it would be written over from the start.
+    stream.write(text)
+    stream.flush()
+
+
+def _places(path: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
+  """Returns the file that a path leads to and where it is written first."""
+  target = pathlib.Path(os.path.realpath(path))
+  target.parent.mkdir(parents=True, exist_ok=True)
+  return target, target.with_name(target.name + '.partial')
 
 
 class TensorBoardWriter:

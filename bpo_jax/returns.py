@@ -149,6 +149,7 @@ def _votes(tree, aggregate):
 
 def _path_returns(tree):
   """Returns path returns as unevaluated sums of two float32, [B, N] each."""
+  tree_lib.check_batch(tree)
   rewards = masked.fill(jnp.asarray(tree.rewards), tree.node_mask)
   return walks.accumulate_down(
       _add_pairs, (rewards, jnp.zeros_like(rewards)), tree.parents)

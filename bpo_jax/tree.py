@@ -75,7 +75,7 @@ def check_batch(tree: Tree) -> None:
   """Refuses a tree without a batch axis, as `TreeBuilder.build` returns it.
 
   Raises:
-    ValueError: if the tokens are not [B, N, T].
+    ValueError: if the tokens are not [B, N, T], or hold not even one.
   """
   shape = np.shape(tree.tokens)
   if len(shape) != 3:
@@ -83,10 +83,12 @@ def check_batch(tree: Tree) -> None:
     raise ValueError(
         f'tree: expected a batch [B, N, T], got {axes}, shape {shape}; make '
         'one of builders by bpo_jax.tree.stack([builder])')
+  tree_checks.refuse_empty(shape)
 
 
 def depth(tree: Tree) -> types.Array:
   """Returns the number of ancestors, [B, N] int32; 0 on padding."""
+  check_batch(tree)
   has_parent = jnp.asarray(tree.parents >= 0, jnp.int32)
   return walks.sum_above(has_parent, tree.parents)
 
@@ -114,6 +116,7 @@ def first_child(tree: Tree) -> types.Array:
   That is the child of the smallest birth, then of the smallest index: where
   forks were added to a trajectory, the trajectory's own continuation.
   """
+  check_batch(tree)
   return walks.first_child(tree.parents, tree.node_mask, tree.birth)
 
 
@@ -135,6 +138,7 @@ def num_tokens(tree: Tree) -> types.Array:
 
 def tokens_above(tree: Tree) -> types.Array:
   """Returns the number of tokens of a node's ancestors, [B, N] int32."""
+  check_batch(tree)
   tokens = num_tokens(tree)
   return walks.sum_above(tokens, tree.parents) - tokens
 

@@ -36,6 +36,18 @@ def validate(tree: Any) -> None:
   _check_tokens(tree)
 
 
+def refuse_empty(shape: tuple[int, ...]) -> None:
+  """Refuses a batch in which there is nothing at all.
+
+  Raises:
+    ValueError: if any of B, N and T is 0.
+  """
+  if 0 in shape:
+    raise ValueError(
+        'tree: expected at least one tree, node and token (padding may be '
+        f'all of them), got [B, N, T] of shape {tuple(shape)}')
+
+
 def _check_arrays(tree):
   """Checks ranks, shapes and dtypes against those of `tokens`."""
   fields = {name: getattr(tree, name) for name in DTYPES}
@@ -49,6 +61,7 @@ def _check_arrays(tree):
   if len(shape) != 3:
     raise ValueError(f'tokens: expected shape [B, N, T], got {shape}; make a '
                      'batch of builders by bpo_jax.tree.stack([builder])')
+  refuse_empty(shape)
   for name, value in fields.items():
     dtype = DTYPES[name]
     if str(value.dtype) != dtype:

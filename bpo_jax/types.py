@@ -36,7 +36,8 @@ class BranchPlan:
     node: index of the node to fork in; -1 for an unused slot.
     offset: a fork keeps the node's tokens below it; 0 forks before the node.
     count: number of forks; 0 for an unused slot.
-    unspent: forks that the policy's budget allowed and the plan leaves out.
+    unspent: forks that the policy's budget allowed and the plan leaves out;
+      None where the policy does not say.
   """
 
   node: chex.Array  # [B, M] int32

@@ -36,10 +36,10 @@ class Shares:
   Attributes:
     share: Var(E[R | s]) / Var(R) within a task, unbiased up to the ratio's
       O(1 / trees), so that it may lie outside [0, 1]; 0 without data.
-    lower: end of the interval; 0 where fewer than two trees have forks.
-    upper: end of the interval; 1 where fewer than two trees have forks.
+    lower: end of the interval; 0 where fewer than two trees tell anything.
+    upper: end of the interval; 1 where fewer than two trees tell anything.
     num_groups: sibling groups that this is from.
-    num_trees: trees that have them.
+    num_trees: trees that have them and whose returns differ.
   """
 
   share: chex.Array  # [D] float32
@@ -151,6 +151,13 @@ def report(tree: tree_lib.Tree, *, num_depths: int = 8, depth_width: int = 4,
   linearised ratio over trees, with Student's t: trees (tasks) are independent,
   the groups within a tree are not.
 
+  Only trees whose returns differ tell a share, one of large differences more
+  than others: their number n is the smaller of that of such trees with forks
+  there and Kish's (sum_i v_i)^2 / sum_i v_i^2, v_i the return variance in tree
+  i. With n < 2 nothing is known, [0, 1]. Few trees may agree by chance, so an
+  interval reaches at least as far as n draws that all agree leave open,
+  1 - ((1 - confidence) / 2)^(1 / n), about 3 / n at 90%.
+
   What trees it is valid for: those whose branch points, given their depth, were
   chosen without a look at the state, as by `branching.adaptive`, `random` or
   coins; then what was forked represents what was not. (By entropy: given their
@@ -170,12 +177,17 @@ def report(tree: tree_lib.Tree, *, num_depths: int = 8, depth_width: int = 4,
     confidence: probability that an interval covers the share.
 
   Returns:
-    Report; 0 and a count of 0 where there is nothing to tell from, never NaN.
+    Report; 0, a count of 0 and intervals [0, 1] where there is nothing to tell
+    from, never NaN.
     Shares do not depend on the unit of the returns. A tree of returns whose
     differences float32 does not hold counts for nothing.
 
   Raises:
     ValueError: if an option is out of range.
+
+  References:
+    Kish 1965, Survey Sampling; Clopper and Pearson 1934, The use of confidence
+    or fiducial limits illustrated in the case of the binomial.
   """
   checks.whole('num_quantiles', num_quantiles)
   empty = init(num_depths=num_depths, depth_width=depth_width)
@@ -208,7 +220,8 @@ class Sums:
     products: of every two of them, each in one tree.
     information: of weight, variance and what follows.
     num_groups: sibling groups.
-    num_trees: trees that have some, and the squares of their weights.
+    num_trees: trees that have some and whose returns differ, and the squares
+      of their weights.
     roots: of the root's variance, trees of several backbones.
     paths: alive, remaining, information in every bin, then actions and
       information of all of a path, the same for every bin.
@@ -326,17 +339,13 @@ def report_of(sums: Sums, *, confidence: float = 0.9) -> Report:
   where_open = masked.divide(sums.information, sums.parts[:, 0])
   known = (where_open > 0) & (paths[:, 2] > 0)
   openness = masked.divide(where_open, paths[:, 2])
-  nothing = jnp.zeros(0)
   return Report(
       total=in_rewards(masked.divide(*sums.roots)),
       num_trees=_whole(sums.roots[1]), within=in_rewards(within),
       between=in_rewards(
           masked.fill(against - within, shares.num_groups > 0)),
-      by_depth=shares, by_entropy=Shares(
-          share=nothing, lower=nothing, upper=nothing,
-          num_groups=nothing.astype(jnp.int32),
-          num_trees=nothing.astype(jnp.int32)),
-      entropy_edges=nothing, alive=paths[:, 0], remaining=paths[:, 1],
+      by_depth=shares, by_entropy=jax.tree.map(lambda x: x[:0], shares),
+      entropy_edges=jnp.zeros(0), alive=paths[:, 0], remaining=paths[:, 1],
       information=paths[:, 2], openness=masked.fill(openness, known, 1.0),
       num_actions=paths[0, 3], total_information=paths[0, 4],
       depth_width=sums.depth_width)
@@ -407,7 +416,8 @@ def _moments(bins, alive, total, real):
   single = real.astype(jnp.float32)[:, None]
   parts = jnp.stack(jnp.broadcast_arrays(
       bins.weighted, bins.weight, alive * single, *total, single), axis=-1)
-  trees = jnp.sum(bins.weight > 0, axis=0, dtype=jnp.float32)
+  differ = (parts[..., 0] > 0) | (parts[..., 3] > 0)
+  trees = jnp.sum((bins.weight > 0) & differ, axis=0, dtype=jnp.float32)
   return (jnp.sum(parts, axis=0), jnp.einsum('bdi,bdj->dij', parts, parts),
           jnp.sum(bins.num_groups, axis=0, dtype=jnp.float32),
           jnp.stack([trees, trees], axis=-1))
@@ -511,7 +521,8 @@ def _shares(parts, products, num_groups, num_trees, confidence):
 
   A share is 1 - f of sums over trees, f of degree 0 in them: with g its
   gradient, g . sums = 0, and its variance is g' (sum of the products) g. The
-  factor n / (n - 1) and Student's t are those of n trees.
+  factor n / (n - 1), Student's t and the least reach are those of n trees, as
+  in `report`.
   """
   weighted, weight, alive, numerator, denominator, count = (
       parts[:, i] for i in range(6))
@@ -526,16 +537,21 @@ def _shares(parts, products, num_groups, num_trees, confidence):
           (-1, weight), (1, alive), (-1, numerator), (1, denominator),
           (-1, count)))], axis=-1), known[:, None])
   square = jnp.einsum('di,dij,dj->d', slope, products, slope)
-  effective = masked.divide(jnp.square(num_trees[:, 0]), num_trees[:, 1])
+  num_trees = masked.divide(jnp.square(num_trees[:, 0]), num_trees[:, 1])
+  effective = jnp.minimum(num_trees, masked.divide(
+      jnp.square(numerator), products[:, 3, 3]))
   freedom = jnp.maximum(effective - 1, 1)
   error = jnp.sqrt(jnp.maximum(square * effective / freedom, 0))
-  reach, enough = _student(confidence, freedom) * error, _whole(effective) > 1
+  # What so many trees that all say the same leave open.
+  least = 1 - ((1 - confidence) / 2) ** (1 / jnp.maximum(effective, 1))
+  reach = jnp.maximum(_student(confidence, freedom) * error, least)
   share = masked.fill(1 - left, known)
+  enough = known & (_whole(effective) > 1)
   enough &= jnp.isfinite(share) & jnp.isfinite(reach)
   return Shares(
       share=share, lower=jnp.where(enough, share - reach, 0.0),
       upper=jnp.where(enough, share + reach, 1.0),
-      num_groups=_whole(num_groups), num_trees=_whole(effective)), within
+      num_groups=_whole(num_groups), num_trees=_whole(num_trees)), within
 
 
 def _whole(count):
@@ -577,7 +593,7 @@ def summary(found: Report) -> str:
 def _row(name, shares, index):
   """Returns one line of the table."""
   counts = f'{shares.num_groups[index]:6d} {shares.num_trees[index]:6d}'
-  if not shares.num_groups[index]:
+  if not shares.num_trees[index]:
     return f'{name:>14} {"-":>6}  {"":<14} {counts}'
   interval = f'[{shares.lower[index]:.2f}, {shares.upper[index]:.2f}]'
   return f'{name:>14} {shares.share[index]:6.2f}  {interval:<14} {counts}'

@@ -178,12 +178,12 @@ class _FieldParser(flags.ArgumentParser):
         '; unset unless given' if inner is not None else '')
 
   def parse(self, argument: Any) -> Any:
-    value = argument
+    value, annotation = argument, self._annotation
     if isinstance(argument, str):
-      # A choice called none is that choice; the default is then ''.
-      choices = self._metadata.get('choices') or ()
-      if argument not in choices:
-        value = _from_text(argument, self._annotation)
+      if argument in (self._metadata.get('choices') or ()):
+        # A choice called none is that choice; the default is then ''.
+        annotation = config_fields.optional_of(annotation) or annotation
+      value = _from_text(argument, annotation)
     fault = config_fields.find_fault(value, self._annotation, self._metadata)
     if fault:
       raise ValueError(fault)

@@ -27,7 +27,8 @@ from experiments import config_fields
 # Options that a run sets by a flag of its own, or that only the agent knows.
 _SET_OTHERWISE = ('num_branch_points', 'num_forks', 'vocab_size', 'a2')
 # What a policy may ask for besides the tree, by the name of its argument.
-CONTEXT = ('threshold', 'key', 'values', 'design', 'current_log_probs')
+CONTEXT = ('threshold', 'key', 'values', 'design', 'current_log_probs',
+           'whitespace_mask')
 # Lengths that papers give in tokens of a language model's prose; a turn of the
 # terse wording is about 7 tokens, of which 3 are the action.
 _TERSE = {'min_spacing': 8, 'boundary_interval': 6, 'entropy_window': 6}
@@ -250,6 +251,9 @@ def _refuse_alone(algorithm, policy, num_backbones):
   if total is not None:
     checks.at_least('num_rollouts', total.default, num_backbones,
                     f' (num_backbones = {num_backbones} come first)')
+    if 'value head' not in algorithm.needs:
+      checks.at_least('num_rollouts', total.default, 2, ' (one has nothing to '
+                      'be compared with)')
 
 
 def _loss(algorithm, config) -> learner.LossConfig:
@@ -300,6 +304,6 @@ def check(method: Method) -> None:
   if method.plan is not None:
     context = {'threshold': np.float32(0), 'key': jax.random.key(0),
                'values': node, 'design': depths.unknown(),
-               'current_log_probs': token}
+               'current_log_probs': token, 'whitespace_mask': token > 0}
     jax.eval_shape(
         method.plan, tree, **{name: context[name] for name in method.wants})

@@ -23,6 +23,7 @@ from bpo_jax import options
 from bpo_jax import predictors
 from bpo_jax import preferences
 from bpo_jax import returns
+from bpo_jax import tokenizers
 from bpo_jax import tree as trees
 from bpo_jax import types
 from bpo_jax import variance
@@ -78,6 +79,8 @@ class Needs:
     if self._learns_rho:
       self._baseline_sums = jax.jit(functools.partial(
           advantages.baseline_sums, node_values=credit['node_values'].default))
+    if 'whitespace_mask' in method.wants:
+      self._whitespace = tokenizers.whitespace(agent.tokenizer)
     self._plan = jax.jit(self._make_plan)
     self._add_variances = jax.jit(variance.update)
     self._targets = jax.jit(self._make_targets)
@@ -114,6 +117,7 @@ class Needs:
         'values': lambda: self._predicted(statistics, tree),
         'current_log_probs': lambda: current_log_probs,
         'design': lambda: design,
+        'whitespace_mask': lambda: jnp.asarray(self._whitespace)[tree.tokens],
     }
     return self._method.plan(tree, **{n: makers[n]() for n in wants})
 
@@ -214,7 +218,7 @@ class Needs:
     credit = preferences.trajectory_dpo(tree, ratios, beta=beta)
     # Divided by the rows as well; a step of Adam does not see the scale.
     if np.any(credit.advantages):  # Else no two returns differ.
-      batches = learner.make_batches(tree, credit, size)
+      batches = learner.make_batches(tree, credit, size, layout='paths')
       second, _ = self._preference_step(second, batches, config.learning_rate)
       ratios = self._outputs(second.params, tree, size).log_probs - old
     # Untrained it differs by rounding, which a z-score would blow up.

@@ -45,6 +45,8 @@ _EXACT_SEED = 2
 _MAX_ERROR = 1e-10  # Of theorems, in float64.
 _FLOAT32 = 1e-5  # Of biases and variances whose credit is float32.
 _MAX_SCORE = 6.0  # Standard errors of a squared bias that chance explains.
+_TABLES = ('measurements.csv', 'schedules.csv', 'claims.csv')
+_FIGURE = 'theory.png'
 _WORKERS = 2  # Compiling is most of the work.
 
 
@@ -456,19 +458,20 @@ def write(out: str | pathlib.Path,
   folder = pathlib.Path(out)
   folder.mkdir(parents=True, exist_ok=True)
   names = [f.name for f in dataclasses.fields(theory_methods.Measurement)]
-  write_csv(folder / 'measurements.csv', names,
-            [dataclasses.astuple(row) for row in rows])
-  write_csv(folder / 'schedules.csv',
-            ['schedule', 'weights', 'published', *names],
-            [[schedule, weights, theory_methods.SCHEDULES[schedule],
-              *dataclasses.astuple(row)]
-             for schedule, weights, row in schedule_rows(rows)])
-  write_csv(folder / 'claims.csv', Claim._fields, claims)
+  tables = (
+      (names, [dataclasses.astuple(row) for row in rows]),
+      (['schedule', 'weights', 'published', *names],
+       [[schedule, weights, theory_methods.SCHEDULES[schedule],
+         *dataclasses.astuple(row)]
+        for schedule, weights, row in schedule_rows(rows)]),
+      (Claim._fields, claims))
+  for name, table in zip(_TABLES, tables, strict=True):
+    write_csv(folder / name, *table)
   sampled = [row for row in rows if row.task != _EXACT]
   try:
-    draw(sampled, folder / 'theory.png')
+    draw(sampled, folder / _FIGURE)
   except ImportError as error:
-    print(f'no theory.png: {error}')
+    print(f'no {_FIGURE}: {error}')
 
 
 def run(config: TheoryConfig) -> int:
@@ -480,7 +483,8 @@ def run(config: TheoryConfig) -> int:
 
   theory_methods.select(config.methods)  # Refuse a typo before the work.
   if config.out is not None:
-    metrics.check_writable(pathlib.Path(config.out) / 'measurements.csv')
+    for name in (*_TABLES, _FIGURE):
+      metrics.check_writable(pathlib.Path(config.out) / name)
   claims = list(theorem_claims())
   progress('theorems')
   rows = [*enumerate_methods(progress), *sample_methods(config, progress)]

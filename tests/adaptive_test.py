@@ -346,6 +346,15 @@ def test_a_wrong_call_is_a_claim_that_fails(late, early, failed):
   assert [c.claim.split()[-1] for c in claims if not c.holds] == failed
 
 
+def test_a_design_of_the_host_is_a_constant_of_jit():
+  tree, design = _ragged(0), _design(3, [1, 3], np.linspace(1, 0.3, 8))
+  key = jax.random.key(0)
+  closed = jax.jit(
+      lambda tree: branching.adaptive(tree, design=design, key=key))(tree)
+  jax.tree.map(np.testing.assert_array_equal, closed,
+               _adaptive(tree, design=design))
+
+
 # ------------------------------------------------------------------ bad input
 
 
@@ -353,11 +362,19 @@ def test_a_wrong_call_is_a_claim_that_fails(late, early, failed):
     (dict(num_branch_points=0), 'num_branch_points: expected at least 1'),
     (dict(num_rollouts=0), 'num_rollouts: expected at least 1 .*, got 0'),
     (dict(explore=1.0), 'explore: expected a share .* got 1.0'),
+    (dict(open_mask=np.ones((3, 1), bool)), r'open_mask: expected shape \(3, '),
+    (dict(birth=np.zeros(2)), r'birth: expected one .*got shape \(2,\)'),
     (dict(key=None), 'adaptive needs key: expected one typed key'),
 ])
 def test_bad_input_is_an_error(options, message):
   with pytest.raises(ValueError, match=message):
     branching.adaptive(_ragged(0), **{'key': jax.random.key(0), **options})
+
+
+@pytest.mark.parametrize('shape', [(0, 4, 4), (2, 0, 4), (2, 4, 0)])
+def test_a_batch_of_nothing_is_refused(shape):
+  with pytest.raises(ValueError, match='expected at least one tree, node'):
+    branching.adaptive(tree_lib.empty(shape), key=jax.random.key(0))
 
 
 def test_sizes_of_a_design_that_knows_nothing_are_checked():

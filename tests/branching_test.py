@@ -408,6 +408,18 @@ def test_recursion_forks_the_newest_stage_until_it_is_deep_enough():
   assert plan(_stack(builder)) == ([], 2)
 
 
+def test_a_recursion_of_a_policy_that_leaves_unspent_out():
+  def silent(tree, *, birth=0):
+    plan = branching.top_entropy(tree, birth=birth, min_spacing=0)
+    return plan.replace(unspent=None)
+  tree = builders.random_trees(0)
+  plan = branching.recursive(silent, depth=9)(tree)
+  assert plan.unspent is None and np.asarray(plan.count).any()
+  done = branching.recursive(silent, depth=1)(tree.replace(
+      birth=tree.birth + 1))
+  assert done.unspent is None and not np.asarray(done.count).any()
+
+
 def test_a_recursion_has_the_options_of_its_policy():
   policy = branching.recursive(
       functools.partial(branching.top_entropy, num_forks=1), depth=2)

@@ -43,6 +43,12 @@ class _Config:
   layers: tuple[int, ...] = field((2, 3), 'Sizes.', min=1)
   span: tuple[int, float] = field((1, 0.5), 'A pair.')
   names: tuple[str, ...] = field((), 'Names.')
+  parts: tuple[str, ...] = field(
+      ('actor',), 'Some of several.', choices=('actor', 'critic'))
+  extras: tuple[str, ...] | None = field(
+      None, 'Some, none by name too.', choices=('none', 'all'))
+  norm: str | None = field(None, 'One.', choices=('none', 'rms'))
+  sizes: tuple[int, ...] = field((2,), 'Some.', choices=(2, 4))
   optimiser: _Optimiser = field(_Optimiser(), 'The optimiser.')
 
   def __post_init__(self):
@@ -79,6 +85,17 @@ def test_defaults_are_the_config_s_own():
     ('--layers=', 'layers', ()),
     ('--span=3,0.25', 'span', (3, 0.25)),
     ('--names=a,b', 'names', ('a', 'b')),
+    ('--parts=actor', 'parts', ('actor',)),
+    ('--parts=critic,actor', 'parts', ('critic', 'actor')),
+    ('--parts=', 'parts', ()),
+    ('--extras=none', 'extras', ('none',)),
+    ('--extras=all', 'extras', ('all',)),
+    ('--extras=none,all', 'extras', ('none', 'all')),
+    ('--extras=', 'extras', None),
+    ('--norm=none', 'norm', 'none'),
+    ('--norm=rms', 'norm', 'rms'),
+    ('--norm=', 'norm', None),
+    ('--sizes=4', 'sizes', (4,)),
     ('--optimiser.learning_rate=0.5', 'optimiser', _Optimiser(0.5)),
     ('--optimiser.clip=1', 'optimiser', _Optimiser(clip=1.0)),
 ])
@@ -100,6 +117,8 @@ def test_values(argument, name, value):
     ('--layers=1,x', ['layers', 'int values', "'x'"]),
     ('--layers=2,0', ['layers', 'at least 1', 'got 0']),
     ('--span=1', ['span', 'int,float']),
+    ('--parts=acto', ['one of actor, critic', 'Did you mean actor']),
+    ('--sizes=3', ['sizes', 'one of 2, 4', 'got 3']),
     ('--optimiser.learning_rate=2', ['optimiser.learning_rate', 'at most 1']),
     ('--optimiser.learning_rate=nan', ['optimiser.learning_rate', 'nan']),
     ('--optimiser.learning_rte=1', ['learning_rte', 'optimiser.learning_rate']),

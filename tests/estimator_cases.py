@@ -22,9 +22,9 @@ class Case(NamedTuple):
     contrast: whether it compares returns within a tree, so that one path, or
       paths of equal returns, get exactly 0.
     independent: whether trees of a batch are independent of each other.
-    path_weights: 'token' or 'sequence' where the weights are those of training
-      on every path; 'split' where the leaves share a weight of 1; None where
-      the oracle alone says what they are.
+    path_weights: what the weights of a tree sum to, one of `SUMS` or (root,
+      **arrays of the tree) -> sum; 'split' where every token of a leaf weighs
+      what the leaf does, and all leaves 1.
   """
 
   estimator: Callable[..., Any]
@@ -33,7 +33,42 @@ class Case(NamedTuple):
   arrays: dict[str, str] = {}
   contrast: bool = True
   independent: bool = True
-  path_weights: str | None = None
+  path_weights: str | Callable[..., float] = 'once'
+
+
+def lengths(root):
+  """Returns the number of action tokens of the path to every leaf."""
+  return [sum(sum(n.mask) for n in leaf.path) for leaf in root.leaves]
+
+
+def count(root, is_counted=lambda node: True):
+  """Returns the number of action tokens in some of the nodes."""
+  return sum(sum(n.mask) for n in oracles.walk(root) if is_counted(n))
+
+
+def _kept(node):
+  """Whether no fork made of a node, or of what it continues, an incumbent."""
+  for above in reversed(node.path):
+    if above.siblings:
+      return above.birth == max(x.birth for x in above.parent.children)
+  return True
+
+
+def unless_equal(root):
+  """Every path's own tokens, where returns differ."""
+  totals = [leaf.total for leaf in root.leaves]
+  return sum(lengths(root)) * (max(totals) > min(totals))
+
+
+SUMS = {
+    # Every token of every path, and every path.
+    'token': lambda root: sum(lengths(root)),
+    'sequence': lambda root: sum(length > 0 for length in lengths(root)),
+    # Every token of the tree; those laid down first; those of no incumbent.
+    'once': count,
+    'first': lambda root: count(root, lambda node: node.birth == 0),
+    'kept': lambda root: count(root, _kept),
+}
 
 
 CASES = {
@@ -55,7 +90,7 @@ CASES = {
         path_weights='split'),
     'bpo-drop': Case(
         advantages.bpo, oracles.bpo,
-        dict(incumbent='drop', node_values='leaf_mean')),
+        dict(incumbent='drop', node_values='leaf_mean'), path_weights='kept'),
     **{f'bpo-{credit}': Case(
         advantages.bpo, oracles.bpo,
         dict(prefix_credit=credit, root_group=False, lambda_=0.7))

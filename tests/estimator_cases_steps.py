@@ -14,10 +14,11 @@ CASES = {
     'dr_grpo': Case(
         advantages.dr_grpo, oracles_steps.dr_grpo, path_weights='token'),
     'dr_grpo-drop': Case(
-        advantages.dr_grpo, oracles_steps.dr_grpo, dict(zero_variance='drop')),
+        advantages.dr_grpo, oracles_steps.dr_grpo, dict(zero_variance='drop'),
+        path_weights=estimator_cases.unless_equal),
     'grpo-drop': Case(
         advantages.grpo, oracles_steps.grpo_dropped,
-        dict(zero_variance='drop')),
+        dict(zero_variance='drop'), path_weights=estimator_cases.unless_equal),
     'ppo_gae': Case(
         advantages.ppo_gae, oracles_steps.ppo_gae, path_weights='token',
         **_VALUES),
@@ -27,10 +28,11 @@ CASES = {
     'tree_gae': Case(
         advantages.tree_gae, oracles_steps.tree_gae,
         dict(discount=0.8, lambda_=0.6), path_weights='split', **_VALUES),
-    'vineppo': Case(advantages.vineppo, oracles_steps.vineppo),
+    'vineppo': Case(
+        advantages.vineppo, oracles_steps.vineppo, path_weights='first'),
     'vineppo-means': Case(
         advantages.vineppo, oracles_steps.vineppo,
-        dict(node_values='split_mean')),
+        dict(node_values='split_mean'), path_weights='first'),
     # A discounted return tells how far its reward was, so that equal returns
     # of paths are no equal returns of steps.
     'gigpo': Case(

@@ -66,6 +66,18 @@ def test_another_branch_policy_takes_the_place_of_a_rows_own():
   assert short.wants == ('threshold',)
 
 
+def test_a_critic_alone_has_something_to_compare_one_rollout_with():
+  config = configs.TrainConfig(
+      algorithm='opts_ttpo', branch_policy='cbpo_allocation', num_rollouts=1,
+      num_backbones=1)
+  assert methods.make(config).plan.keywords['num_rollouts'] == 1
+
+
+def test_appo_is_told_which_tokens_are_white_space():
+  method = methods.make(configs.TrainConfig(algorithm='appo'))
+  assert method.wants == ('key', 'whitespace_mask')
+
+
 def test_stages_branch_again():
   config = configs.TrainConfig(algorithm='bpo', num_stages=2, group_size=2)
   plan = methods.make(config).plan(builders.random_trees(0))
@@ -81,6 +93,9 @@ def test_stages_branch_again():
     (dict(algorithm='rloo', num_backbones=1), 'raise --num_backbones'),
     (dict(algorithm='cbpo', num_rollouts=5),
      'num_rollouts: expected at least 6'),
+    *((dict(algorithm=name, num_rollouts=1, num_backbones=1),
+       'num_rollouts: expected at least 2 .*nothing to be compared with.*got 1')
+      for name in ('cbpo', 'trace', 'bpo_adaptive', 'arpo_soft')),
     (dict(algorithm='bpo', group_size=1), 'group_size.*at least 2, got 1'),
     (dict(algorithm='bpx'), 'Did you mean'),
     (dict(algorithm='bpo', node_values='leafmean'), 'node_values'),

@@ -5,6 +5,9 @@ import errno
 import io
 import math
 import os
+import pathlib
+import stat
+import subprocess
 import sys
 
 from bpo_jax import metrics
@@ -12,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+_REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
 
 def test_split_into_parts_never_changes_a_mean():
@@ -309,3 +314,78 @@ def test_a_file_is_written_whole_and_its_place_is_tried_before(tmp_path):
   with pytest.raises(OSError):
     metrics.check_writable(path / 'inside' / 'a_file')
   assert [p.name for p in path.parent.iterdir()] == ['out.json']
+
+
+def _device(path):
+  """Makes another /dev/null; skips where that is not allowed."""
+  try:
+    os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    path.write_text('nothing')
+  except OSError:
+    pytest.skip('making a device needs root')
+
+
+def test_a_device_stays_one(tmp_path):
+  path, link = tmp_path / 'null', tmp_path / 'link'
+  _device(path)
+  link.symlink_to(path)
+  for place in (path, link):
+    metrics.check_writable(place)
+    metrics.write_text(place, 'gone')
+  assert stat.S_ISCHR(path.stat().st_mode) and link.is_symlink()
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['link', 'null']
+
+
+def test_a_link_stays_one_and_its_file_is_written(tmp_path):
+  for name in ('there', 'missing'):
+    folder = tmp_path / name
+    (folder / 'sub').mkdir(parents=True)
+    link, target = folder / 'link', folder / 'sub' / 'target'
+    link.symlink_to(pathlib.Path('sub') / 'target')
+    if name == 'there':
+      target.write_text('old')
+    metrics.check_writable(link)
+    assert target.exists() == (name == 'there')
+    metrics.write_text(link, 'new')
+    assert link.is_symlink() and target.read_text() == 'new'
+    assert [p.name for p in (folder / 'sub').iterdir()] == ['target']
+
+
+def test_a_pipe_is_written_to(tmp_path):
+  path = tmp_path / 'pipe'
+  os.mkfifo(path)
+  reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+  try:
+    metrics.check_writable(path)
+    metrics.write_text(path, 'through')
+    assert os.read(reader, 99) == b'through'
+  finally:
+    os.close(reader)
+  assert path.is_fifo()
+
+
+@pytest.mark.parametrize('to_file', [True, False])
+def test_where_the_process_prints_is_printed_to(to_file, tmp_path):
+  if not os.path.exists('/dev/stdout'):
+    pytest.skip('no /dev/stdout here')
+  code = ('from bpo_jax import metrics; print("one")\n'
+          'metrics.check_writable("/dev/stdout")\n'
+          'metrics.write_text("/dev/stdout", "two\\n"); print("three")')
+  path = tmp_path / 'log'
+  with path.open('w') as file:
+    done = subprocess.run(
+        [sys.executable, '-c', code], check=True, cwd=_REPOSITORY,
+        stdout=file if to_file else subprocess.PIPE, text=True)
+  shown = path.read_text() if to_file else done.stdout
+  assert shown == 'one\ntwo\nthree\n'
+
+
+def test_what_is_in_the_way_is_found_beforehand(tmp_path):
+  (tmp_path / 'out.json.partial').mkdir()
+  longest = 'x' * os.pathconf(tmp_path, 'PC_NAME_MAX')
+  for name in ('out.json', longest, longest + 'x'):
+    with pytest.raises(OSError):
+      metrics.write_text(tmp_path / name, 'text')
+    with pytest.raises(OSError):
+      metrics.check_writable(tmp_path / name)
+  assert [p.name for p in tmp_path.iterdir()] == ['out.json.partial']

@@ -143,7 +143,7 @@ def arpo_hard(tree, epsilon=1e-6):
           node.path[0].leaves.index(leaf)] for leaf in node.leaves]), 1.0))
 
 
-class _Branpo:
+class Branpo:
   """One tree as BranPO sees it."""
 
   def __init__(self, root, threshold, epsilon):
@@ -205,7 +205,7 @@ def branpo(tree, success_threshold=0.8, epsilon=1e-6):
   def per_token(node, token):
     root = node.path[0]
     if root not in seen:
-      seen[root] = _Branpo(root, success_threshold, epsilon)
+      seen[root] = Branpo(root, success_threshold, epsilon)
     return seen[root].credit(node, token)
   return oracles.credit(tree, per_token)
 

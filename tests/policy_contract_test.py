@@ -392,6 +392,45 @@ def test_a_tree_without_a_batch_axis_is_refused(first_name):
     case.policy(one, **case.options, **given)
 
 
+@pytest.mark.parametrize('shape', [(0, 4, 4), (2, 0, 4), (2, 4, 0)])
+def test_a_batch_of_nothing_is_refused(first_name, shape):
+  case, tree = _CASES[first_name], tree_lib.empty(shape)
+  with pytest.raises(ValueError, match='expected at least one tree, node'):
+    case.policy(tree, **case.options, **_given(case, tree, 0))
+
+
+def _of_wrong_shape(case, tree, given):
+  """Yields every array that a policy reads, one at a time, too short."""
+  options = _options(case.policy)
+  arrays = {name: x for name, x in given.items() if name in case.arrays}
+  arrays |= {name: np.ones(tree.node_mask.shape, bool)
+             for name in options if name == 'open_mask'}
+  arrays |= {name: np.zeros(3, np.int32) for name in ('birth', 'threshold')
+             if name in options}
+  for name, array in arrays.items():
+    yield name, array[:2]
+    yield name, array[..., None]
+
+
+def test_arrays_of_another_shape_are_refused(first_name):
+  case, tree = _CASES[first_name], builders.random_trees(0)
+  given = _given(case, tree, 0)
+  for name, array in _of_wrong_shape(case, tree, given):
+    with pytest.raises(ValueError, match=f'{name}: expected .*got'):
+      case.policy(tree, **{**case.options, **given, name: array})
+
+
+def test_a_threshold_that_is_no_number_is_refused():
+  tree = builders.random_trees(0)
+  for bad in (np.nan, np.float32([0, np.nan, 0]), '1'):
+    with pytest.raises(ValueError, match='threshold: expected a number'):
+      branching.causal_threshold(tree, bad)
+  # Traced, it is exceeded by nothing; and so is infinity anywhere.
+  for plan in (jax.jit(branching.causal_threshold)(tree, np.nan),
+               branching.causal_threshold(tree, np.inf)):
+    assert not np.asarray(plan.count).any()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('name', [
     'top_entropy', 'equally_spaced', 'branpo_tail', 'cbpo_allocation',

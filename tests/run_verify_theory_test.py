@@ -344,3 +344,22 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(tmp_path):
   (tmp_path / 'file').write_text('')
   with pytest.raises(flags.IllegalFlagValueError, match='file'):
     _main(out=str(tmp_path / 'file' / 'out'))
+
+
+@pytest.mark.parametrize('name', [
+    'measurements.csv', 'schedules.csv', 'claims.csv', 'theory.png'])
+def test_every_output_is_tried_before_the_work(name, tmp_path, monkeypatch):
+  monkeypatch.setattr(verify_theory, 'theorem_claims', lambda: 1 / 0)
+  (tmp_path / name).mkdir()
+  with pytest.raises(flags.IllegalFlagValueError, match=f'{name} is a folder'):
+    _main(out=str(tmp_path))
+
+
+@pytest.mark.parametrize('name', list(enumerable.TASKS))
+def test_a_single_task_is_a_command_line(name):
+  flag_values = flags.FlagValues()
+  config_flags.define(verify_theory.TheoryConfig, flag_values=flag_values)
+  config_flags.parse(['verify_theory', f'--tasks={name}'], flag_values)
+  config = config_flags.read(
+      verify_theory.TheoryConfig, flag_values=flag_values)
+  assert config.tasks == (name,)

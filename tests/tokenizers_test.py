@@ -152,6 +152,18 @@ def test_words_are_joined_by_spaces(text_tokenizer):
           == text_tokenizer.encode('open the drawer'))
 
 
+def test_white_space_alone_is_told(text_tokenizer):
+  found = tokenizers.whitespace(text_tokenizer)
+  assert found.shape == (text_tokenizer.vocab_size,) and found.dtype == bool
+  alone = lambda text: found[text_tokenizer.encode(text)].all()
+  assert all(map(alone, (' ', '\n', '\t', ' \n\n')))
+  for text in ('the', 'x', '<|im_end|>', ' O'):
+    assert not found[text_tokenizer.encode(text)[-1]]
+  assert not found[list(text_tokenizer.special_ids)].any()
+  words = tokenizers.WordTokenizer(['open', 'door'])
+  assert not tokenizers.whitespace(words).any()
+
+
 def test_half_a_surrogate_pair_is_encoded(text_tokenizer):
   assert text_tokenizer.decode(text_tokenizer.encode('a\ud800b')) == 'a?b'
 

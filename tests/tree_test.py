@@ -317,6 +317,18 @@ def test_a_handle_is_that_of_its_index():
       builder.handle(index)
 
 
+@pytest.mark.parametrize('shape', [(0, 4, 4), (2, 0, 4), (2, 4, 0)])
+def test_a_batch_of_nothing_is_refused(shape):
+  tree = tree_lib.empty(shape)
+  for check in (tree.validate, lambda: tree_lib.check_batch(tree),
+                lambda: tree_lib.depth(tree), lambda: tree_lib.is_leaf(tree),
+                lambda: tree_lib.first_child(tree),
+                lambda: tree_lib.tokens_above(tree)):
+    with pytest.raises(ValueError, match=r'at least one tree.*\([0-9, ]*0'):
+      check()
+  tree_lib.empty((1, 1, 1)).validate()  # Padding alone is a batch.
+
+
 def test_validate_checks_shapes_and_dtypes():
   tree = builders.random_trees(0)
   with pytest.raises(ValueError, match='rewards: expected dtype float32'):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import builders
+import forked_trees
 import jax
 import numpy as np
 import oracles
@@ -12,36 +13,17 @@ import pytest
 from bpo_jax import advantages
 from bpo_jax import branching
 from bpo_jax import designs
+from bpo_jax import tree as tree_lib
 from bpo_jax import types
 from bpo_jax import variance
 from experiments import enumerable
-from experiments import exact_noise
 
 _SEEDS = range(10)
-_HORIZON = 12
+_HORIZON = forked_trees.HORIZON
+_by_step = forked_trees.by_step
+_forked = forked_trees.forked
+_report = forked_trees.report
 _group_variances = jax.jit(variance.group_variances)
-_report = jax.jit(variance.report, static_argnames=(
-    'num_depths', 'depth_width', 'num_quantiles', 'finished', 'confidence'))
-
-
-def _by_step(tree, **kwargs):
-  return jax.device_get(
-      _report(tree, num_depths=_HORIZON, depth_width=1, **kwargs))
-
-
-def _forked(task, rng, num_trees, num_backbones=4, chance=0.1, forks=1):
-  """Returns trees forked at each decision with the same chance."""
-  forest = enumerable.backbones(task, rng, num_trees, num_backbones)
-  nodes = forest.tree.action_mask[..., 0] & (forest.tree.parents > 0)
-  coin = nodes & (rng.random(nodes.shape) < chance)
-  order = np.argsort(~coin, axis=1, kind='stable')
-  order = order[:, :max(coin.sum(1).max(), 1)]
-  used = np.take_along_axis(coin, order, axis=1)
-  plan = types.BranchPlan(
-      node=np.where(used, order, -1), offset=np.zeros_like(order),
-      count=np.where(used, forks, 0))
-  # Few shapes: compiling takes longer than all the rest.
-  return enumerable.pad(enumerable.fork(forest, plan, rng), 128)
 
 
 def _pairs(node):
@@ -260,6 +242,106 @@ def test_nothing_to_tell_from_gives_zeros_and_counts(returns):
   assert len(variance.summary(found).splitlines()) >= 1
 
 
+def _told(tree):
+  """Returns the shares of the one bin with forks, and what is recommended."""
+  sums = _update(variance.init(num_depths=3, depth_width=1), tree)
+  found = jax.device_get(variance.report_of(sums))
+  design = designs.next_design(sums)
+  shares = jax.tree.map(lambda x: x[2], found.by_depth)
+  assert (design.num_siblings > 1) == bool(design.bins.any())
+  return shares, designs.recommend(found, 16).points_per_backbone + int(
+      design.bins.any())
+
+
+def _outcomes(returns):
+  """Two backbones of three actions, each forked twice before the last."""
+  builder = tree_lib.TreeBuilder()
+  root = builder.add(types.NO_PARENT, [1])
+  act = functools.partial(builders.add_action, builder)
+  for own, *others in returns:
+    fork = act(act(root))
+    for birth, reward in enumerate((own, *others)):
+      act(fork, reward=reward, birth=int(birth > 0))
+  return builder
+
+
+_FAILED = [[0, 0, 0], [0, 0, 0]]
+_LUCK = [[0, 1, 0], [0, 0, 0]]  # All within a prefix,
+_SKILL = [[1, 1, 1], [0, 0, 0]]  # and all between.
+
+
+def _forest(*outcomes):
+  """Returns trees of outcomes, and padding: one shape, compiled once."""
+  return tree_lib.stack([_outcomes(x) for x in outcomes], num_trees=48)
+
+
+@pytest.mark.parametrize('value', [0.0, 1.0, -3e4])
+@pytest.mark.parametrize('spread', [0.0, 1e-39, 1e-45])
+def test_equal_returns_tell_nothing(value, spread):
+  """And so do differences that float32 does not square."""
+  outcomes = [[value + spread, value, value], [value] * 3]
+  shares, forks = _told(_forest(*[outcomes] * 16))
+  assert (shares.lower, shares.upper) == (0, 1)
+  assert shares.num_groups == 32 and shares.num_trees == 0
+  assert forks == 0
+
+
+@pytest.mark.parametrize('odd', [_LUCK, _SKILL])
+def test_few_trees_that_tell_something_are_few(odd):
+  """However many others failed at everything, and however well they agree."""
+  told = {}
+  for number in (1, 2, 16):
+    told[number], forks = _told(_forest(*[odd] * number))
+    padded, again = _told(_forest(*[odd] * number, *[_FAILED] * 32))
+    assert padded.num_trees == told[number].num_trees == number
+    for name in ('share', 'lower', 'upper'):
+      np.testing.assert_allclose(
+          getattr(padded, name), getattr(told[number], name), atol=1e-5)
+    assert number > 2 or forks == again == 0
+  assert (told[1].lower, told[1].upper) == (0, 1)
+  for number in (2, 16):
+    shares = told[number]
+    assert shares.share == pytest.approx(0.0 if odd is _LUCK else 1.0)
+    # Clopper and Pearson's bound at none of n.
+    reach = 1 - 0.05 ** (1 / number)
+    assert shares.share - shares.lower == pytest.approx(reach, abs=1e-5)
+    assert shares.upper - shares.share == pytest.approx(reach, abs=1e-5)
+
+
+def test_one_tree_of_huge_returns_is_one_tree():
+  told = [[[1, 2, 0], [0, 1, 2]], [[2, 1, 1], [0, 0, 1]]] * 8
+  huge = [[1e4, 0, 0], [0, 0, 0]]
+  narrow, _ = _told(_forest(*told))
+  shares, forks = _told(_forest(*told, huge))
+  assert narrow.upper - narrow.lower < 1
+  assert (shares.lower, shares.upper) == (0, 1) and forks == 0
+
+
+def test_intervals_cover_the_truth_where_success_is_rare():
+  num_batches, size = 60, 24
+  task = _perilous(survive=0.45)
+  forest = _forked(
+      task, np.random.default_rng(3), num_batches * size, chance=0.3)
+  batches = jax.tree.map(
+      lambda x: x.reshape(num_batches, size, *x.shape[1:]), forest.tree)
+  single = functools.partial(variance.report, num_depths=5, depth_width=1)
+  found = jax.device_get(jax.jit(jax.vmap(single))(batches)).by_depth
+  truth = task.explained[:5]
+  covered = ((found.lower <= truth) & (truth <= found.upper))[:, 1:].mean(0)
+  print('coverage by depth', covered.round(3), found.num_trees.mean(0))
+  assert (found.num_trees[:, 1:] > 1).mean() > 0.3
+  assert (covered > 0.87).all()
+
+
+@pytest.mark.parametrize('shape', [(0, 4, 4), (2, 0, 4), (2, 4, 0)])
+def test_a_batch_of_nothing_is_refused(shape):
+  tree = tree_lib.empty(shape)
+  for function in (variance.report, variance.group_variances,
+                   functools.partial(variance.update, variance.init())):
+    with pytest.raises(ValueError, match='expected at least one tree, node'):
+      function(tree)
+
+
 _update = jax.jit(variance.update, static_argnames='forgetting')
 
 
@@ -319,15 +401,6 @@ def test_nothing_seen_recommends_nothing():
   np.testing.assert_array_equal(design.costs, 1)
 
 
-def test_a_recommendation_becomes_arrays(reports):
-  chosen = designs.recommend(reports['late'], 16)
-  design = designs.to_arrays(chosen, reports['late'])
-  assert design.num_siblings == chosen.num_siblings
-  assert tuple(np.flatnonzero(design.bins)) == chosen.depths
-  np.testing.assert_allclose(
-      design.costs, 1 - np.arange(_HORIZON) / _HORIZON, rtol=1e-5)
-
-
 def test_wrong_sums_are_errors():
   with pytest.raises(ValueError, match='num_depths: expected at least 1'):
     variance.init(num_depths=0)
@@ -355,144 +428,6 @@ def test_summary_says_what_was_found():
 def test_wrong_options_are_errors(options, message):
   with pytest.raises(ValueError, match=message):
     variance.report(builders.chains([[0.0, 1.0]]), **options)
-
-
-# ------------------------------------------------- what branching would buy
-
-
-def _exact(task, step):
-  """Returns the arguments of variance_ratio for a branch before a step."""
-  square = (1 - (task.policy ** 2).sum(1)) * ~task.terminal
-  ahead = np.zeros(task.num_states)
-  for state in np.flatnonzero(~task.terminal)[::-1]:
-    after = task.policy[state] @ ahead[task.next_states[state]]
-    ahead[state] = square[state] + after
-  at = task.visits * (task.depth == step)
-  within, information = at @ task.variances, at @ ahead
-  joint = at @ (task.variances * ahead)
-  openness = joint / (within * information) if within > 0 else 1.0
-  return dict(
-      within=[within / task.return_variance], openness=[openness],
-      remaining=[at @ task.remaining / task.remaining[0]],
-      information=[information / ahead[0]])
-
-
-def test_no_branching_is_what_it_is_compared_with():
-  assert designs.variance_ratio(
-      [], [], num_siblings=2, num_backbones=5) == pytest.approx(1)
-  # A fork at the root with all trust in the group above is a fresh rollout.
-  many = designs.variance_ratio(
-      [1.0], [1.0], num_siblings=2, num_backbones=10 ** 6, rho=0.0)
-  assert many == pytest.approx(1, rel=1e-5)
-
-
-def test_theorem_4_3_is_a_special_case():
-  """One step of no length, branched from: its advantage has f K / (K - 1)."""
-  within, k, n = 0.4, 4, 10 ** 6
-  ratio = designs.variance_ratio(
-      [within], [0.0], [1.0], num_siblings=k, num_backbones=n, rho=1.0)
-  assert ratio == pytest.approx(within * k / (k - 1) / k, rel=1e-4)
-
-
-@pytest.mark.parametrize('name', list(enumerable.TASKS))
-@pytest.mark.parametrize('num_siblings', [2, 3, 4])
-def test_predicted_ratio_is_near_the_exact_one(name, num_siblings):
-  task, n = enumerable.make(name), 4
-  fresh = exact_noise.branching_noise(task, 16)[0] * 15
-  exact, predicted = [], []
-  for step in range(1, _HORIZON):
-    noise, steps = exact_noise.branching_noise(task, n, step, num_siblings)
-    exact.append(noise * (steps / task.remaining[0] - 1) / fresh)
-    predicted.append(designs.variance_ratio(
-        **_exact(task, step), num_siblings=num_siblings, num_backbones=n,
-        rho=1.0))
-  print(name, num_siblings, np.round(exact, 3), np.round(predicted, 3))
-  # The mean gradient, which is left out, is an eighth of the noise in 'late'.
-  np.testing.assert_allclose(predicted, exact, rtol=0.15)
-  assert np.all(np.array(predicted) < np.array(exact) * 1.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('rho', [0.5, 1.0])
-def test_predicted_ratio_of_several_points_is_near_the_measured(rho):
-  task, rng = enumerable.make('decided'), np.random.default_rng(0)
-  n, size = 4, 4096
-  forest = enumerable.backbones(task, rng, size, n)
-  steps = (3, 7)
-  depth = task.depth[forest.states_before]
-  acts = forest.tree.action_mask[..., 0]
-  node = np.concatenate([
-      np.nonzero(acts & (depth == step))[1].reshape(size, n)
-      for step in steps], axis=1)
-  plan = types.BranchPlan(node=node, offset=np.zeros_like(node),
-                          count=np.ones_like(node))
-  forest = enumerable.fork(forest, plan, rng)
-  credit = jax.device_get(jax.jit(functools.partial(
-      advantages.bpo_rb, rho=rho))(forest.tree))
-  noise = enumerable.gradient(forest, credit).var(0, ddof=1).sum()
-  cost = forest.num_steps.mean() / task.remaining[0]
-  fresh = exact_noise.branching_noise(task, 16)[0] * 15 / (cost - 1)
-  each = [_exact(task, step) for step in steps]
-  predicted = designs.variance_ratio(
-      *([x for e in each for x in e[name]] for name in (
-          'within', 'remaining', 'information', 'openness')),
-      num_siblings=2, num_backbones=n, rho=rho)
-  print(rho, noise / fresh, predicted)
-  np.testing.assert_allclose(predicted, noise / fresh, rtol=0.1)
-
-
-@pytest.fixture(scope='module')
-def reports():
-  rng = np.random.default_rng(5)
-  return {name: _by_step(_forked(enumerable.make(name), rng, 256).tree)
-          for name in enumerable.TASKS}
-
-
-def test_recommends_branching_late_where_it_pays(reports):
-  found = designs.recommend(reports['late'], 16)
-  assert found.points_per_backbone >= 1 and found.num_siblings >= 2
-  assert min(found.depths) >= 7
-  assert found.worst_ratio >= found.ratio and found.ratio < 0.85
-  assert found.cost <= 16
-  # It pays indeed.
-  if found.points_per_backbone == 1:
-    task = enumerable.make('late')
-    noise, steps = exact_noise.branching_noise(
-        task, found.num_backbones, found.depths[0], found.num_siblings)
-    fresh, fresh_steps = exact_noise.branching_noise(task, 16)
-    assert noise * steps < 0.9 * fresh * fresh_steps
-
-
-def test_recommends_fresh_rollouts_where_branching_does_not_pay(reports):
-  found = designs.recommend(reports['early'], 16)
-  assert dataclasses.astuple(found)[:4] == (1, 0, 16, ())
-  assert found.ratio == 1.0 and found.cost == 16
-
-
-def test_recommends_branching_where_siblings_show_that_nothing_matters(reports):
-  found = designs.recommend(reports['decided'], 16)
-  assert found.points_per_backbone >= 1 and found.ratio < 0.8
-
-
-def test_recommendations_keep_to_the_budget(reports):
-  for budget in (1, 2, 3, 5.5, 9, 40):
-    found = designs.recommend(reports['late'], budget)
-    assert found.cost <= budget
-    assert found.num_backbones >= 1
-  assert designs.recommend(reports['late'], 2).points_per_backbone == 0
-
-
-def test_wrong_budgets_and_sizes_are_errors(reports):
-  with pytest.raises(ValueError, match='num_rollouts: expected at least 1'):
-    designs.recommend(reports['late'], 0.5)
-  with pytest.raises(ValueError, match='max_siblings: expected at least 2'):
-    designs.recommend(reports['late'], 8, max_siblings=1)
-  with pytest.raises(ValueError, match='num_siblings: expected at least 2'):
-    designs.variance_ratio([], [], num_siblings=1, num_backbones=2)
-  with pytest.raises(ValueError, match='num_backbones: expected at least 2'):
-    designs.variance_ratio([], [], num_siblings=2, num_backbones=1)
-  with pytest.raises(ValueError, match='expected one entry a branch point'):
-    designs.variance_ratio([0.5], [], num_siblings=2, num_backbones=2)
 
 
 def _scaled(tree, by):
@@ -538,28 +473,3 @@ def test_what_float32_does_not_hold_counts_for_nothing():
     assert not np.isnan(value).any()
   np.testing.assert_allclose(
       found.by_depth.share, part.by_depth.share, rtol=1e-5)
-
-
-@pytest.mark.parametrize('field', ['share', 'lower', 'upper'])
-def test_an_interval_that_is_not_known_recommends_no_forks(field):
-  task = enumerable.make('late')
-  found = _by_step(_forked(
-      task, np.random.default_rng(1), 256, chance=0.3).tree)
-  assert designs.recommend(found, 16).points_per_backbone > 0
-  unknown = np.full(_HORIZON, np.nan, np.float32)
-  found = found.replace(by_depth=found.by_depth.replace(**{field: unknown}))
-  assert designs.recommend(found, 16).points_per_backbone == 0
-
-
-@pytest.mark.parametrize('bad', [np.nan, np.inf, -0.5, np.float32(7), [0.5, 2]])
-def test_numbers_that_mean_nothing_are_refused(bad):
-  with pytest.raises(ValueError, match='rho: expected a number from 0 to 1'):
-    designs.variance_ratio(
-        [0.5], [0.5], num_siblings=2, num_backbones=2, rho=bad)
-  with pytest.raises(ValueError, match='within: expected a finite number'):
-    designs.variance_ratio(
-        [np.nan], [0.5], num_siblings=2, num_backbones=2)
-  found = variance.report_of(variance.init())
-  for budget in (np.inf, np.nan, 2.0 ** 40):
-    with pytest.raises(ValueError, match='num_rollouts: expected'):
-      designs.recommend(found, budget)

@@ -53,7 +53,9 @@ def bpo(tree: tree_lib.Tree, *, lambda_: float = 0.95,
       backbone in sight, the backbone's own action is no fresh draw.
 
   Returns:
-    Credit; 0 for a group of one or of equal returns.
+    Credit; 0 for a group of one or of equal returns. With 'uniform' every token
+    weighs 1, with 'split' the leaves of a tree together; what an incumbent
+    drops weighs 0.
 
   Raises:
     ValueError: if an option is unknown.
@@ -106,7 +108,8 @@ def bpo_rb(tree: tree_lib.Tree, *, rho: float | chex.Array = 0.5,
     incumbent: as in `bpo`.
 
   Returns:
-    Credit; 0 where there is no group above, or all returns are equal.
+    Credit; 0 where there is no group above, or all returns are equal. Weights
+    as in `bpo`.
 
   Raises:
     ValueError: if an option is unknown.

@@ -58,7 +58,9 @@ def cbpo(tree: tree_lib.Tree, *, cbv_clip: float = 0.5, cbv_scale: float = 0.2,
 
   Returns:
     Credit; 0 for trees of one leaf or of equal returns. Trees of a batch depend
-    on each other through Z alone.
+    on each other through Z alone. A row is a first trajectory or a fork without
+    what came before it: its tokens weigh 1 together ('sequence') or each
+    ('token'), those of the root 0.
 
   Raises:
     ValueError: if an option is unknown or negative.

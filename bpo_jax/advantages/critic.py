@@ -187,6 +187,7 @@ def mean_of_children(values: chex.Array, votes: chex.Array, parents: chex.Array
 def check_per_token(name: str, array: chex.Array | None, tree: tree_lib.Tree,
                     algorithm: str, meaning: str) -> None:
   """Raises ValueError unless an array has one entry per token of the tree."""
+  tree_lib.check_batch(tree)
   shape = jnp.shape(tree.tokens)
   expected = f'{meaning}, float32 of shape {shape}'
   checks.given(name, array, algorithm, expected)

@@ -64,7 +64,8 @@ def grpo(tree: tree_lib.Tree, *, scale: Scale = 'std', epsilon: float = EPSILON,
       term; 'drop' takes the weights away (DAPO's filter).
 
   Returns:
-    Credit; shared tokens as in `rloo`.
+    Credit; shared tokens as in `rloo`. A path's tokens weigh 1 each ('token')
+    or together ('sequence'), and 0 where its task was dropped.
 
   Raises:
     ValueError: if an option is unknown.
@@ -94,7 +95,8 @@ def dr_grpo(tree: tree_lib.Tree, *, zero_variance: ZeroVariance = 'keep'
       term; 'drop' takes the weights away (DAPO's filter).
 
   Returns:
-    Credit; shared tokens as in `rloo`, (G - 1) / G times its advantages.
+    Credit; shared tokens as in `rloo`, (G - 1) / G times its advantages;
+    weights as in `grpo`.
 
   Raises:
     ValueError: if an option is unknown.

@@ -121,7 +121,9 @@ def spo_tree(tree: tree_lib.Tree, *, max_probability: float = 0.9,
       child carries 1 / (number of children) of its parent's weight.
 
   Returns:
-    Credit; 0 above the first branching, and for equal returns.
+    Credit; 0 above the first branching, and for equal returns. Tokens that are
+    trained weigh 1 each ('uniform'), or what a leaf of the tree does ('split');
+    the others 0.
 
   Raises:
     ValueError: if an option is unknown, or `max_probability` negative.
@@ -173,7 +175,7 @@ def sipo(tree: tree_lib.Tree, *, a2: chex.Array | float | None = None,
 
   Returns:
     Credit; 0 above the first branching and for a group of one, and with a2 = 0
-    for equal returns.
+    for equal returns. Weights as in `bpo`.
 
   Raises:
     ValueError: if an option is unknown, or there is no a2.

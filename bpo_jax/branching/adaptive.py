@@ -81,7 +81,8 @@ def adaptive(tree: tree_lib.Tree, *, design: depths.Design | None = None,
     forked.
 
   Raises:
-    ValueError: if a size is out of range, or there is no key.
+    ValueError: if a size is out of range, an array of another shape, or there
+      is no key.
 
   References:
     Ours; the variance that the design goes by extends theorem 4.3 of Branching
@@ -94,6 +95,8 @@ def adaptive(tree: tree_lib.Tree, *, design: depths.Design | None = None,
     raise ValueError(
         f'explore: expected a share from 0 to below 1, got {explore}')
   checks.one_key('adaptive', key)
+  if open_mask is not None:
+    checks.shape('open_mask', open_mask, tree.node_mask.shape)
   design = depths.unknown() if design is None else design
   first = _first_trajectories(tree)
   coin_key, depth_key = jax.random.split(key)
@@ -167,7 +170,7 @@ def _forks(tree, first, design, num_explorers, open_mask, birth, key):
   decisions = decisions_lib.find(tree, birth=None)
   mask = decisions.mask & first.mask[..., None]
   if birth is not None:
-    mask = mask & (tree.birth <= decisions_lib.stage(birth))[..., None]
+    mask = mask & (tree.birth <= decisions_lib.stage(birth, tree))[..., None]
   before = depths.actions_before(tree)
   num_bins, width = len(design.costs), design.depth_width
   level = jnp.minimum(before // width, num_bins - 1)
@@ -178,7 +181,7 @@ def _forks(tree, first, design, num_explorers, open_mask, birth, key):
   drawn = _at_least_one(starts + jnp.floor(drawn * width))  # [B, N, D]
   drawn = jax.vmap(lambda x, i: x[i])(drawn, first.head)
   own = jnp.take_along_axis(drawn, level, axis=-1)
-  by_design = design.bins[level] & (before == own)
+  by_design = jnp.asarray(design.bins)[level] & (before == own)
   if open_mask is not None:
     by_design = by_design & jnp.asarray(open_mask)[..., None]
   reach = jnp.sum(jnp.asarray(design.costs) > 0) * width

@@ -199,7 +199,8 @@ def trace_budget(tree: tree_lib.Tree, *, values: chex.Array | None = None,
     BranchPlan [B, num_rollouts] in the order of choice.
 
   Raises:
-    ValueError: if a size is out of range or there are no values.
+    ValueError: if a size is out of range, or there are no values or of another
+      shape.
 
   References:
     TRACE (arXiv 2606.11119), restated.
@@ -208,6 +209,8 @@ def trace_budget(tree: tree_lib.Tree, *, values: chex.Array | None = None,
   checks.given('values', values, 'trace_budget',
                'the predicted success at the end of every node, [B, N]')
   checks.between('success_threshold', success_threshold, -math.inf)
+  tree_lib.check_batch(tree)
+  checks.shape('values', values, tree.node_mask.shape)
   values = jnp.clip(masked.fill(jnp.asarray(values), tree.node_mask), 0, 1)
   success = _outcome(tree, success_threshold)
   same = jnp.where(success, walks.at_parent(values, tree.parents),
@@ -320,7 +323,7 @@ def _situations(tree, success_threshold, birth):
   """Returns whose trajectories are solved, failed or long, [B, N, 1] each."""
   leaf = tree_lib.is_leaf(tree)
   if birth is not None:
-    leaf &= tree.birth == decisions_lib.stage(birth)
+    leaf &= tree.birth == decisions_lib.stage(birth, tree)
   success = _outcome(tree, success_threshold)
   right = leaf & success
   num_leaves, num_right = (

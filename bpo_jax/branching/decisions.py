@@ -62,7 +62,7 @@ def find(tree: tree_lib.Tree, birth: chex.Numeric | None = 0,
   mask = starts if unit == 'action' else jnp.asarray(tree.action_mask)
   mask = mask & ((offset > 0) | first)
   if birth is not None:
-    mask = mask & (tree.birth == stage(birth))[..., None]
+    mask = mask & (tree.birth == stage(birth, tree))[..., None]
   enter, end = walks.preorder(tree.parents, tree.node_mask)
 
   def host(values):
@@ -74,14 +74,28 @@ def find(tree: tree_lib.Tree, birth: chex.Numeric | None = 0,
       position=tree_lib.tokens_above(tree)[..., None] + offset)
 
 
-def stage(birth: chex.Numeric) -> types.Array:
+def stage(birth: chex.Numeric, tree: tree_lib.Tree) -> types.Array:
   """Returns a stage, or one for each tree, to compare [B, N] births with.
 
   Raises:
-    ValueError: if it is out of range.
+    ValueError: if it is out of range, or neither a scalar nor [B].
   """
   checks.between('birth', birth, 0, checks.MOST)
-  return jnp.reshape(jnp.asarray(birth), (-1, 1))
+  return one_or_per_tree('birth', birth, tree)
+
+
+def one_or_per_tree(name: str, values: chex.Numeric, tree: tree_lib.Tree
+                    ) -> types.Array:
+  """Returns a number for all trees, or one for each, [1 or B, 1].
+
+  Raises:
+    ValueError: if it is neither a scalar nor [B].
+  """
+  num_trees = len(tree.node_mask)
+  if jnp.shape(values) not in ((), (num_trees,)):
+    raise ValueError(f'{name}: expected one number, or one for each tree of '
+                     f'shape ({num_trees},), got shape {jnp.shape(values)}')
+  return jnp.reshape(jnp.asarray(values), (-1, 1))
 
 
 def entropies(tree: tree_lib.Tree, statistic: Statistic = 'first_token'

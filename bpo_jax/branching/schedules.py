@@ -233,7 +233,8 @@ def oracle_value_gap(tree: tree_lib.Tree, *, values: chex.Array | None = None,
     BranchPlan [B, M] in the order of choice.
 
   Raises:
-    ValueError: if a size is out of range or there are no values.
+    ValueError: if a size is out of range, or there are no values or of another
+      shape.
 
   References:
     Branching Policy Optimization (arXiv 2607.14171), schedules; the gap is
@@ -242,6 +243,7 @@ def oracle_value_gap(tree: tree_lib.Tree, *, values: chex.Array | None = None,
   checks.given('values', values, 'oracle_value_gap',
                'the true value of the state at the end of every node, [B, N]')
   decisions = decisions_lib.find(tree, birth)
+  checks.shape('values', values, tree.node_mask.shape)
   at_start = jnp.arange(tree.tokens.shape[-1]) == 0
   values = masked.fill(jnp.asarray(values), tree.node_mask)
   rewards = masked.fill(jnp.asarray(tree.rewards), tree.node_mask)
@@ -270,7 +272,8 @@ def causal_threshold(tree: tree_lib.Tree, threshold: chex.Numeric, *,
 
   Args:
     tree: [B, N, T].
-    threshold: nats, scalar or [B].
+    threshold: nats, scalar or [B]; no entropy exceeds NaN, which is refused
+      where it is seen, outside of jit.
     num_branch_points: M, at most so many branch points a tree.
     num_forks: forks at each.
     max_per_path: at most so many branch points on one path; None for M. With
@@ -287,14 +290,17 @@ def causal_threshold(tree: tree_lib.Tree, threshold: chex.Numeric, *,
     BranchPlan [B, M] in node and token order.
 
   Raises:
-    ValueError: if a size or the statistic is out of range.
+    ValueError: if a size or the statistic is out of range, the threshold is
+      NaN, or it or the mask is of another shape.
   """
   decisions_lib.check_sizes(num_branch_points, num_forks)
+  checks.not_nan('threshold', threshold)
   decisions = decisions_lib.find(tree, birth)
+  threshold = decisions_lib.one_or_per_tree('threshold', threshold, tree)
   entropies = decisions_lib.entropies(tree, statistic)
-  mask = decisions.mask & (
-      entropies > jnp.reshape(jnp.asarray(threshold), (-1, 1, 1)))
+  mask = decisions.mask & (entropies > threshold[..., None])
   if open_mask is not None:
+    checks.shape('open_mask', open_mask, tree.node_mask.shape)
     mask = mask & jnp.asarray(open_mask)[..., None]
   chosen = decisions_lib.greedy(
       decisions.replace(mask=mask), jnp.zeros(mask.shape), num_branch_points,

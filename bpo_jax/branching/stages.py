@@ -46,6 +46,7 @@ def recursive(policy: Callable[..., types.BranchPlan], depth: int
     if 'birth' in kwargs:
       raise ValueError('birth: expected none, for `recursive` forks the newest '
                        f'stage, got {kwargs["birth"]}')
+    tree_lib.check_batch(tree)
     stage = jnp.max(jnp.where(tree.node_mask, tree.birth, 0), axis=-1)
     plan = policy(tree, *args, birth=stage, **kwargs)
     return _empty_where(stage >= depth, plan)
@@ -57,7 +58,9 @@ def recursive(policy: Callable[..., types.BranchPlan], depth: int
 
 def _empty_where(done, plan):
   """Returns the plan without the forks of the trees that are done."""
-  unspent = plan.unspent + jnp.where(done, jnp.sum(plan.count, axis=-1), 0)
+  unspent = plan.unspent
+  if unspent is not None:
+    unspent = unspent + jnp.where(done, jnp.sum(plan.count, axis=-1), 0)
   done = done[:, None]
   return types.BranchPlan(
       node=jnp.where(done, types.UNUSED_SLOT, plan.node),

@@ -64,7 +64,8 @@ def appo_score(tree: tree_lib.Tree, *,
     BranchPlan [B, M] in the order of choice.
 
   Raises:
-    ValueError: if a size or the variant is out of range.
+    ValueError: if a size or the variant is out of range, or an array of
+      another shape.
 
   References:
     Agentic Procedural Policy Optimization (arXiv 2606.12384); the released code
@@ -76,6 +77,10 @@ def appo_score(tree: tree_lib.Tree, *,
     influence_decay = 1.0 if variant == 'released' else 2 ** (-1 / 64)
   checks.between('influence_decay', influence_decay, 0, 1)
   laid_out = trajectories.lay_out(tree)
+  for name, array in (('current_log_probs', current_log_probs),
+                      ('whitespace_mask', whitespace_mask)):
+    if array is not None:
+      checks.shape(name, array, tree.tokens.shape)
   scores, candidates = _appo_scores(
       tree, laid_out, current_log_probs, influence_decay)
   if whitespace_mask is not None:

@@ -13,6 +13,7 @@ from bpo_jax.tokenizers.base import check_fits
 from bpo_jax.tokenizers.base import TextStream
 from bpo_jax.tokenizers.base import TextTokenizer
 from bpo_jax.tokenizers.base import Tokenizer
+from bpo_jax.tokenizers.base import whitespace
 from bpo_jax.tokenizers.byte import ByteTokenizer
 from bpo_jax.tokenizers.byte_level import write_json
 from bpo_jax.tokenizers.hugging_face import HfTokenizer

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import hashlib
 from typing import Any, Protocol
 
+import numpy as np
+
 
 class Tokenizer(Protocol):
   """Turns words or text into ids below `vocab_size`, and ids back."""
@@ -92,6 +94,12 @@ def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
         f'embedding, got ids up to {tokenizer.vocab_size - 1}; the tokenizer '
         'is of another model, or the embedding has to be enlarged.'
     )
+
+
+def whitespace(tokenizer: Tokenizer) -> np.ndarray:
+  """Returns which ids are white space alone, [vocab_size] bool."""
+  return np.array([''.join(tokenizer.decode([id_])).isspace()
+                   for id_ in range(tokenizer.vocab_size)])
 
 
 def cut(
