@@ -75,7 +75,8 @@ def test_equals_the_oracle(case, seed, offset):
   credit = _run(case, tree, arrays)
   for got, wanted in zip((credit.advantages, credit.weights), expected):
     for b, in_tree in enumerate(wanted):
-      scale = max(np.abs(in_tree).max(), 1e-3)
+      # Of returns of order 1, what cancels leaves their rounding.
+      scale = max(np.abs(in_tree).max(), 0.1)
       np.testing.assert_allclose(got[b], in_tree, rtol=0, atol=1e-6 * scale)
 
 
