@@ -382,10 +382,11 @@ def make_update_fn(
         parts.append(part)
       parts = jax.device_get(parts)
     # What stays does not pass through the step, which consumes its arguments.
-    state, norms = apply(
-        state._replace(params=trained), gradient, learning_rate)
+    with memory.explained_step(trained):
+      state, norms = apply(
+          state._replace(params=trained), gradient, learning_rate)
+      norms = {name: float(norm) for name, norm in norms.items()}
     state = state._replace(params=lora.join(state.params, frozen))
-    norms = {name: float(norm) for name, norm in norms.items()}
     return state, _add_up(parts, facts) | norms
 
   return update

@@ -79,23 +79,37 @@ def explained_rows(
   return explained(work, remedies)
 
 
+def explained_step(params: dict) -> contextlib.AbstractContextManager[None]:
+  """Says what to change where memory lacks for the optimiser's step.
+
+  Args:
+    params: what is trained.
+  """
+  return explained(
+      lambda: ('gradient, moments and step of'
+               f' {transformer.num_parameters(params)} trained parameters'),
+      lambda: ['adapters, such as lora_rank=16, in place of all weights',
+               _SMALLER])
+
+
 def explained_episodes(
-    num_rows: int, num_tasks: int
+    num_rows: Callable[[], int], num_tasks: int
 ) -> contextlib.AbstractContextManager[None]:
   """Says what to change where memory lacks while episodes are played.
 
   Args:
-    num_rows: episodes that run at once, each with a cache.
+    num_rows: tells how many episodes run at once, each with a cache.
     num_tasks: trees, whose caches are kept until they are whole.
   """
 
   def remedies():
-    fewer_rows = [f'max_rows={num_rows // 2}'] if num_rows > 1 else []
+    half = num_rows() // 2
+    fewer_rows = [f'max_rows={half}'] if half else []
     fewer_trees = [f'fewer trees than {num_tasks} at a time, whose caches are'
                    ' kept for their forks'] if num_tasks > 1 else []
     return [*fewer_rows, *fewer_trees, 'shorter observations or fewer turns',
             _SMALLER]
 
   return explained(
-      lambda: f'{num_rows} episodes at once, each with a cache of its tokens',
+      lambda: f'{num_rows()} episodes at once, each with a cache of its tokens',
       remedies)

@@ -218,9 +218,8 @@ class Grower:
           f' {num_backbones}'
       )
     growth = _Growth(self, params, tasks, rng_key, greedy)
-    num_rows = self.num_rows(len(tasks) * num_backbones)
     with contextlib.closing(growth), memory.explained_episodes(
-        num_rows, len(tasks)):
+        lambda: growth.num_rows, len(tasks)):
       growth.lay_backbones(num_backbones, is_last=not branch)
       tree, unspent = growth.tree(), 0
       for stage, policy in enumerate(branch, start=1):
@@ -254,6 +253,7 @@ class _Growth:
     self._num_leaves_of = [0] * len(tasks)
     self._num_leaves = 0
     self._handles: list[int] = []
+    self.num_rows = grower.num_rows(len(tasks))  # Later, of the stage.
     self._rows_run = 0
     self.compute = Compute(0, 0)
     self.statuses: collections.Counter[int] = collections.Counter()
@@ -467,7 +467,7 @@ class _Growth:
       self, waiting: Sequence[_Leaf]
   ) -> tuple[sampling.Rows, list[None]]:
     """Returns rows without an episode, of the sizes that are going to run."""
-    num_rows = self._grower.num_rows(len(waiting))
+    self.num_rows = num_rows = self._grower.num_rows(len(waiting))
     size = self._archive.length([leaf.start.leaf for leaf in waiting])
     rows = self._columns([waiting[0]] * num_rows)
     cache = self._grower.empty_cache(num_rows, size)

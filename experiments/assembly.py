@@ -79,6 +79,12 @@ class Agent:
     self.batched.release(first.handles)
     return task
 
+  def longest_path(self, task: Any) -> int:
+    """Returns how many tokens an episode can have at most, prompt included."""
+    first, (prompt,) = self.batched.reset([task], [0])
+    self.batched.release(first.handles)
+    return len(prompt) + self.grower.max_turns * self.grower.turn_length
+
   def on(self, mesh: jax.sharding.Mesh | None) -> 'Agent':
     """Returns the agent with its network, and the rows it plays, on a mesh.
 

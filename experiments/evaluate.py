@@ -143,7 +143,7 @@ def main(argv: Sequence[str]) -> None:
   config = config_flags.read(configs.EvaluateConfig)
   try:
     evaluate(config)
-  except (ValueError, OSError) as error:
+  except (MemoryError, OSError, ValueError) as error:
     raise flags.IllegalFlagValueError(str(error)) from error
 
 

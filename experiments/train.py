@@ -104,6 +104,8 @@ def set_up(config: configs.TrainConfig) -> Run:
       agent.environment.tasks(config.eval_split), config.eval_tasks
   )
   eval_types = scoring.task_types(agent.environment, eval_tasks)
+  if config.row_length is not None:
+    check_row_length(config, agent, train_tasks)
   workdir = make_workdir(config)
   # The warm start is made on one device: runs of all meshes share it.
   reference = sharding.place(mesh, warm_start.load(config, alone, workdir))
@@ -124,6 +126,26 @@ def set_up(config: configs.TrainConfig) -> Run:
       base=language_models.fingerprint(reference),
       state=state,
   )
+
+
+def check_row_length(
+    config: configs.TrainConfig, agent: assembly.Agent, tasks: Sequence[Any]
+) -> None:
+  """Refuses rows that an episode may not go in, before there is one.
+
+  Raises:
+    ValueError: saying how many tokens an episode can have.
+  """
+  some = (agent.playable(tasks, i) for i in range(min(8, len(tasks))))
+  longest = max(
+      (agent.longest_path(task) for task in some if task is not None),
+      default=0)
+  if config.row_length < longest:
+    raise ValueError(
+        f'row_length: expected room for a path of {longest} tokens, which'
+        f' {config.turn_limit} turns may have, got {config.row_length}; raise'
+        ' --row_length or leave it out, or lower --max_turns,'
+        ' --observation_length or --max_action_tokens')
 
 
 def make_workdir(config: configs.TrainConfig) -> pathlib.Path:

@@ -163,6 +163,7 @@ def test_the_binary_from_first_to_last(tmp_path, capsys):
     (['--eval_split=valid'], ["no split 'valid'", 'valid_unseen']),
     (['--train_split=test'], ["no split 'test'", 'train']),
     (['--workdir=none', '--resume'], ['--resume needs the --workdir']),
+    (['--row_length=32'], ['room for a path of', 'raise --row_length']),
 ])
 def test_what_is_wrong_is_one_line_and_leaves_nothing(
     arguments, words, tmp_path, capsys):

@@ -320,6 +320,7 @@ def compare_runs(found):
 PARTS = {
     'fast': (
         functools.partial(compare_outputs, 'data:4,model:2'),
+        functools.partial(compare_updates, 'plain', 'trees', 'data:4,model:2'),
         functools.partial(compare_rollouts, 'data:2,model:2', 16)),
     'slow': (
         functools.partial(compare_outputs, 'data:8'),

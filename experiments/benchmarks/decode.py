@@ -237,8 +237,8 @@ def forks(config: transformer.TransformerConfig, params: dict, past: int,
   index = np.arange(_FORKS, dtype=np.int32)
 
   def inherit():
-    cache = sampling.empty_cache(config, _FORKS, past + _FORK_NEW)
     begin = Clock.now()
+    cache = sampling.empty_cache(config, _FORKS, past + _FORK_NEW)
     cache = jax.block_until_ready(
         copy(cache, parent, index, 0 * index, _FORKS))
     copied = Clock.now() - begin
@@ -399,7 +399,9 @@ def main(argv: Sequence[str]) -> None:
   for name, value in figures.items():
     print(f'{name}: {value:.3g}' if isinstance(value, float)
           else f'{name}: {value}')
-  short = shortfalls(figures)
+  # Without its peer a bar is not reached; llama.cpp has none.
+  short = shortfalls(figures) + [
+      peer for peer in missing if peer.startswith('transformers')]
   print('\n'.join(short) or 'ok')
   sys.exit(1 if short else 0)
 
