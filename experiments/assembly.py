@@ -1,6 +1,6 @@
 """Puts environment, phrasebook, network, sampler and optimiser together."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import os
 import pathlib
@@ -218,32 +218,53 @@ def restore(
     workdir: pathlib.Path,
     agent: Agent,
     target: learner.TrainState,
+    origin: Mapping[str, str],
     step: int | None = None,
 ) -> checkpoint.Restored:
-  """Returns a run's checkpoint, checked to be of the agent's vocabulary.
+  """Returns a run's checkpoint, checked to be of the agent.
+
+  Args:
+    workdir: of the run.
+    agent: of the run.
+    target: a state like it.
+    origin: as by `origin_of`.
+    step: of which update; None for the last one.
 
   Raises:
     FileNotFoundError: if there is none.
-    ValueError: if it is corrupted, of another model size, its tokens stand for
-      other words, or its adapters belong to other weights.
+    ValueError: if it is corrupted, of another model size, or as `check_origin`.
   """
-  folder = workdir / 'checkpoints'
-  extra = checkpoint.find(folder, step).extra
+  check_origin(workdir, agent, origin, step)
+  found = checkpoint.restore(workdir / 'checkpoints', saved(target), step)
+  return dataclasses.replace(found, state=_whole(found.state, target))
+
+
+def origin_of(agent: Agent, params: dict) -> dict[str, str]:
+  """Returns what a run from these parameters says in its checkpoints."""
+  model = agent.language_model
+  return {} if model is None else model.origin(params)
+
+
+def check_origin(
+    workdir: pathlib.Path,
+    agent: Agent,
+    origin: Mapping[str, str],
+    step: int | None = None,
+) -> None:
+  """Raises ValueError if a run's checkpoint did not begin as the agent does.
+
+  Its tokens would stand for other words, or it began from other weights or with
+  another chat template. See `restore`.
+  """
+  extra = checkpoint.find(workdir / 'checkpoints', step).extra
   if extra['vocabulary'] != agent.tokenizer.to_dict():
     raise ValueError(
         f'the checkpoint in {workdir} is of another vocabulary: its tokens'
         ' would stand for other words; use the version of the code that wrote'
         ' it, or the model that it was trained from'
     )
-  base = language_models.fingerprint(target.params)
-  if extra.get('base', base) != base:
-    raise ValueError(
-        f'the checkpoint in {workdir} holds adapters of another base model:'
-        f' expected weights with the fingerprint {extra["base"]}, got {base};'
-        ' give the --model that it was trained from'
-    )
-  found = checkpoint.restore(folder, saved(target), step)
-  return dataclasses.replace(found, state=_whole(found.state, target))
+  if agent.language_model is not None:
+    agent.language_model.check_origin(extra, origin, workdir)
 
 
 def init_params(config: configs.TrainConfig, agent: Agent) -> dict:

@@ -27,6 +27,7 @@ def field(
     min: float | None = None,  # pylint: disable=redefined-builtin
     max: float | None = None,  # pylint: disable=redefined-builtin
     choices: Sequence[Any] | None = None,
+    not_blank: bool = False,
 ) -> Any:
   """Declares a config field.
 
@@ -36,8 +37,11 @@ def field(
     min: smallest value allowed; for a tuple, of each element.
     max: largest value allowed; for a tuple, of each element.
     choices: the only values allowed; for a tuple, of each element.
+    not_blank: whether text must say something; else a flag without any stands
+      for None where that is allowed.
   """
-  metadata = {'help': help, 'min': min, 'max': max, 'choices': choices}
+  metadata = {'help': help, 'min': min, 'max': max, 'choices': choices,
+              'not_blank': not_blank}
   return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -75,6 +79,8 @@ def find_fault(
 def _range_fault(value: Any, metadata: typing.Mapping[str, Any]) -> str:
   if value is None:
     return ''
+  if metadata.get('not_blank') and not value.strip():
+    return f'expected text, or no such flag, got {value!r}.'
   if isinstance(value, float) and not math.isfinite(value):
     return f'expected a finite number, got {value}.'
   low, high = metadata.get('min'), metadata.get('max')

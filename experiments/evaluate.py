@@ -59,10 +59,13 @@ def load_policy(
   """
   workdir = pathlib.Path(config.workdir)
   params = assembly.init_params(training, agent)
+  origin = assembly.origin_of(agent, params)
   if config.warm_start:
+    if checkpoint.latest_step(workdir / 'checkpoints') is not None:
+      assembly.check_origin(workdir, agent, origin)
     return 0, warm_start.restore(training, agent, workdir, params)
   target = assembly.init_state(training, agent, params)
-  found = assembly.restore(workdir, agent, target, config.step)
+  found = assembly.restore(workdir, agent, target, origin, config.step)
   return found.step, found.state.params
 
 
@@ -143,7 +146,7 @@ def main(argv: Sequence[str]) -> None:
   config = config_flags.read(configs.EvaluateConfig)
   try:
     evaluate(config)
-  except (MemoryError, OSError, ValueError) as error:
+  except (ImportError, MemoryError, OSError, ValueError) as error:
     raise flags.IllegalFlagValueError(str(error)) from error
 
 

@@ -13,6 +13,7 @@ import pathlib
 from absl import flags
 from absl import logging
 
+from bpo_jax.models import directories
 from bpo_jax.models import hugging_face
 from bpo_jax.models import lora
 from experiments import assembly
@@ -29,6 +30,10 @@ def export(config: configs.ExportConfig) -> int:
     ValueError: if the run is of no language model, a checkpoint is corrupted,
       or the directory is taken.
   """
+  try:
+    directories.check_writable(config.out)
+  except ValueError as error:
+    raise ValueError(f'--out: {error}') from error
   training = evaluate.run_config(config)
   if training.model is None:
     raise ValueError(

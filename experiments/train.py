@@ -38,7 +38,6 @@ from bpo_jax import tree as trees
 from experiments import assembly
 from experiments import config_flags
 from experiments import configs
-from experiments import language_models
 from experiments import methods
 from experiments import needs as needs_lib
 from experiments import scoring
@@ -69,7 +68,7 @@ class Run:
     eval_types: the type of each of these.
     workdir: where everything goes.
     reference: parameters of the warm-started policy.
-    base: fingerprint of the weights that training leaves as they are.
+    origin: what its checkpoints say of where it began.
     state: what training has come to.
   """
 
@@ -82,7 +81,7 @@ class Run:
   eval_types: Sequence[str]
   workdir: pathlib.Path
   reference: dict
-  base: str
+  origin: Mapping[str, str]
   state: learner.TrainState
 
 
@@ -104,15 +103,18 @@ def set_up(config: configs.TrainConfig) -> Run:
       agent.environment.tasks(config.eval_split), config.eval_tasks
   )
   eval_types = scoring.task_types(agent.environment, eval_tasks)
-  if config.row_length is not None:
-    check_row_length(config, agent, train_tasks)
+  check_lengths(config, agent, train_tasks)
   workdir = make_workdir(config)
   # The warm start is made on one device: runs of all meshes share it.
-  reference = sharding.place(mesh, warm_start.load(config, alone, workdir))
+  params = assembly.init_params(config, alone)
+  origin = assembly.origin_of(alone, params)
+  reference = sharding.place(
+      mesh, warm_start.load(config, alone, workdir, params, origin))
   state = sharding.place(mesh, assembly.init_state(config, agent, reference))
   if checkpoint.latest_step(workdir / 'checkpoints') is not None:
-    state = assembly.restore(workdir, agent, state).state
+    state = assembly.restore(workdir, agent, state, origin).state
     logging.info('Going on after update %d.', int(state.update))
+    check_config(config, workdir)  # The run takes it: what may change does.
   return Run(
       config=config,
       agent=agent,
@@ -123,24 +125,36 @@ def set_up(config: configs.TrainConfig) -> Run:
       eval_types=eval_types,
       workdir=workdir,
       reference=reference,
-      base=language_models.fingerprint(reference),
+      origin=origin,
       state=state,
   )
 
 
-def check_row_length(
+def check_lengths(
     config: configs.TrainConfig, agent: assembly.Agent, tasks: Sequence[Any]
 ) -> None:
   """Refuses rows that an episode may not go in, before there is one.
 
+  Warns of episodes that are longer than what a language model was made for.
+
   Raises:
     ValueError: saying how many tokens an episode can have.
   """
+  model = agent.language_model
+  most = model.max_positions if model is not None else None
+  if config.row_length is None and most is None:
+    return
   some = (agent.playable(tasks, i) for i in range(min(8, len(tasks))))
   longest = max(
       (agent.longest_path(task) for task in some if task is not None),
       default=0)
-  if config.row_length < longest:
+  if most is not None and most < longest:
+    logging.warning(
+        '%s: max_position_embeddings is %d, but an episode may have %d tokens,'
+        ' which the model has never seen; lower --max_turns,'
+        ' --observation_length or --max_action_tokens.',
+        model.directory, most, longest)
+  if config.row_length is not None and config.row_length < longest:
     raise ValueError(
         f'row_length: expected room for a path of {longest} tokens, which'
         f' {config.turn_limit} turns may have, got {config.row_length}; raise'
@@ -175,9 +189,17 @@ def make_workdir(config: configs.TrainConfig) -> pathlib.Path:
         f'{workdir} holds a run already; pass --resume to go on with it, or'
         ' another --workdir'
     )
-  values = config_flags.to_dict(config)
-  checkpoint.check_config(workdir / 'checkpoints', values, configs.MAY_CHANGE)
+  check_config(config, workdir, claim=not has_run)
   return workdir
+
+
+def check_config(
+    config: configs.TrainConfig, workdir: pathlib.Path, claim: bool = True
+) -> None:
+  """Refuses a workdir of another config, or else claims it for this one."""
+  values = config_flags.to_dict(config)
+  checkpoint.check_config(
+      workdir / 'checkpoints', values, configs.MAY_CHANGE, claim)
 
 
 def budget_spent(config: configs.TrainConfig, state) -> float:
@@ -422,7 +444,7 @@ def save(run: Run) -> None:
         {
             'config': config_flags.to_dict(run.config),
             'vocabulary': run.agent.tokenizer.to_dict(),
-            'base': run.base,
+            **run.origin,
         },
     )
   except OSError as error:

@@ -4,7 +4,7 @@ The searcher acts on what an agent can see, so that every demonstration is one
 that the policy could have given. Only episodes that it won are imitated.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 import dataclasses
 import hashlib
@@ -226,12 +226,20 @@ def load(
     config: configs.TrainConfig,
     agent: assembly.Agent,
     workdir: pathlib.Path,
+    params: dict,
+    origin: Mapping[str, str],
 ) -> dict:
   """Returns the warm-started parameters of a run, kept in its workdir.
 
   They are made once for all runs that agree on what they depend on.
+
+  Args:
+    config: of the run.
+    agent: of the run.
+    workdir: of the run.
+    params: as by `assembly.init_params`.
+    origin: as by `assembly.origin_of`.
   """
-  params = assembly.init_params(config, agent)
   if agent.language_model is not None and not config.num_warm_start_updates:
     return params  # It is kept where it came from.
   # What stays as it is need not be kept again.
@@ -243,7 +251,7 @@ def load(
     return lora.split(done)[0]
 
   shared = assembly.cache_dir(config) / 'warm_start'
-  shared = shared / fingerprint(config, agent)
+  shared = shared / fingerprint(config, agent, origin)
   mine = workdir / FOLDER
   return lora.join(
       cached(mine, trained, lambda: cached(shared, trained, make)), frozen)
@@ -280,11 +288,16 @@ def _report(update: int, num_updates: int, loss: float) -> None:
     )
 
 
-def fingerprint(config: configs.TrainConfig, agent: assembly.Agent) -> str:
+def fingerprint(
+    config: configs.TrainConfig,
+    agent: assembly.Agent,
+    origin: Mapping[str, str],
+) -> str:
   """Returns a name for all that a warm start depends on."""
   names = [field.name for field in dataclasses.fields(configs.AgentConfig)]
   names += [n for n in dir(config) if n.startswith('warm_start_')]
   facts = {name: getattr(config, name) for name in (*names, 'seed')}
+  facts |= origin
   facts['vocabulary'] = agent.tokenizer.fingerprint()
   facts['version'] = version.__version__, _VERSION
   text = json.dumps(facts, sort_keys=True)

@@ -42,6 +42,7 @@ def test_both_sides_have_the_same_gradient(monkeypatch):
   of = lambda name: figures[f'{case.name}/{name}']
   assert of('gradient_difference') < 1e-5
   assert of('sharing') == pytest.approx(case.sharing, rel=0.08)
+  assert 1 < of('products_sharing') < of('sharing')
   assert of('ratio') * of('packed_seconds') > 0
   assert of('packed_megabytes') > 0 < of('paths_megabytes')
   assert of('packed_padding') >= 1 <= of('paths_padding')
@@ -108,7 +109,7 @@ def test_needed_products_are_those_of_one_token_after_another():
       per_layer += 2 * heads * (rows.positions[i, j] + 1)
       total += c.num_layers * per_layer
       total += c.vocab_size * c.width * rows.path_mask[i, j]
-  assert train_step.needed_products(c, batches) == pytest.approx(6 * total)
+  assert benchmark.needed_products(c, batches) == pytest.approx(6 * total)
 
 
 def test_a_share_of_the_peak_is_told():

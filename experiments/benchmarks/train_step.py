@@ -28,7 +28,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from bpo_jax import learner
-from bpo_jax import packing
 from bpo_jax import tree as trees
 from bpo_jax.models import lora
 from bpo_jax.models import transformer
@@ -66,32 +65,6 @@ def _seconds(call: Callable) -> float:
   return time.perf_counter() - start
 
 
-def needed_products(
-    config: transformer.TransformerConfig,
-    batches: Sequence[packing.PackedRows],
-) -> float:
-  """Returns the multiplications and additions that no update can avoid.
-
-  Args:
-    config: of the network.
-    batches: micro-batches of the update.
-  """
-  c = config
-  heads = c.num_heads * c.head_dim
-  kernels = c.num_layers * c.width * (
-      2 * heads + 2 * c.num_kv_heads * c.head_dim + 3 * c.mlp_width)
-  total = 0.0
-  for rows in batches:
-    tokens, actions = rows.token_mask.sum(), rows.path_mask.sum()
-    seen = rows.positions[rows.token_mask].sum(dtype=float) + tokens
-    attention = 2 * c.num_layers * heads * seen  # Scores, and their sums.
-    head = c.vocab_size * c.width * actions
-    # Forward, by what comes in, and by the weights; frozen ones have no third.
-    times = 2 if c.lora is not None else 3
-    total += 2 * (times * (kernels * tokens + head) + 3 * attention)
-  return total
-
-
 def measure(config: transformer.TransformerConfig, tree: trees.Tree,
             rounds: int) -> dict[str, float]:
   """Returns the figures; the share is the median of those of the rounds."""
@@ -105,7 +78,7 @@ def measure(config: transformer.TransformerConfig, tree: trees.Tree,
       tree, tree_training.make_credit(tree), 8192, layout='trees')
   state = learner.init_state(params, optimizer, jax.random.key(0))
   state, _ = update(state, batches, 1e-5)
-  needed = needed_products(config, batches)
+  needed = tree_training.needed_products(config, batches)
   seconds, peaks = [], []
   for _ in range(rounds):
     peaks.append(matmul_peak())

@@ -7,15 +7,17 @@ train trajectories. The gradients must agree. Calls of both sides take turns.
 Sharing is tokens of all paths over tokens of the tree. The bars: the packed
 side is faster by at least 90% of the sharing, at width 256 with 4 layers and at
 the size of SmolLM2-135M; and where nothing is shared it takes no longer than
-1 / 0.95 of the other's time.
+1 / 0.95 of the other's time. `products_sharing` says what could be had: shared
+tokens come early on a path and so look at few, hence attention shares less than
+tokens do, and the more so the longer paths are.
 
   python -m experiments.benchmarks.tree_training
   python -m experiments.benchmarks.tree_training --quick --out=sharing.json
   python -m experiments.benchmarks.tree_training --sweep --figure=sharing.png
 
 The paths' attention is dense and causal, by whichever of two ways is faster
-here: whole masked products, or the blocks that the trees use. Their rows are
-rounded up to blocks of 128 tokens. Memory is what
+here: whole masked products, or the blocks that the trees use. Rows of both
+sides are rounded up to blocks of 128 tokens. Memory is what
 XLA sets aside for the temporaries of one micro-batch, at most. `--sweep` varies
 sharing, depth and length at the small size and draws the ratios.
 """
@@ -57,6 +59,8 @@ _SWEEP = flags.DEFINE_bool(
     'sweep', False, 'Also vary sharing, depth and length at the small size.')
 _FIGURE = flags.DEFINE_string(
     'figure', None, 'PNG to draw the sweep to; needs matplotlib.')
+_SIZES = flags.DEFINE_multi_enum(
+    'size', ['small', 'smollm2'], ['small', 'smollm2'], 'Networks to measure.')
 _ROUNDS = flags.DEFINE_integer(
     'rounds', 5, 'Timed calls of each side.', lower_bound=1)
 
@@ -94,6 +98,7 @@ class Case(NamedTuple):
 
 
 CASES = (
+    Case('small', 2.3, length=512, num_trees=8),
     Case('small', 2.3, length=1024, num_trees=4),
     Case('small', 1.0, length=1024, num_trees=8),
     Case('smollm2', 2.3, length=512, num_trees=1),
@@ -159,6 +164,32 @@ def make_credit(tree: trees.Tree, seed: int = 0) -> types.Credit:
       weights=np.asarray(tree.action_mask, np.float32))
 
 
+def needed_products(
+    config: transformer.TransformerConfig,
+    batches: Sequence[packing.PackedRows],
+) -> float:
+  """Returns the multiplications and additions that no update can avoid.
+
+  Args:
+    config: of the network.
+    batches: micro-batches of the update.
+  """
+  c = config
+  heads = c.num_heads * c.head_dim
+  kernels = c.num_layers * c.width * (
+      2 * heads + 2 * c.num_kv_heads * c.head_dim + 3 * c.mlp_width)
+  total = 0.0
+  for rows in batches:
+    tokens, actions = rows.token_mask.sum(), rows.path_mask.sum()
+    seen = rows.positions[rows.token_mask].sum(dtype=float) + tokens
+    attention = 2 * c.num_layers * heads * seen  # Scores, and their sums.
+    head = c.vocab_size * c.width * actions
+    # Forward, by what comes in, and by the weights; frozen ones have no third.
+    times = 2 if c.lora is not None else 3
+    total += 2 * (times * (kernels * tokens + head) + 3 * attention)
+  return total
+
+
 @dataclasses.dataclass
 class Side:
   """One way to train on the trees.
@@ -187,11 +218,10 @@ def make_side(
     layout: str, max_tokens: int, has_table: bool = True
 ) -> Side:
   """Returns a side, compiled."""
-  if layout == 'trees':
-    batches = learner.make_batches(tree, make_credit(tree), max_tokens)
-  else:  # Rounded up as little as the blocks of attention allow.
-    rows = packing.pack(tree, make_credit(tree), layout=layout)
-    batches = packing.micro_batches(rows, max_tokens, attention.BLOCK)
+  row_length = None if layout == 'paths' else max_tokens
+  rows = packing.pack(tree, make_credit(tree), row_length, layout=layout)
+  # Rounded up as little as the blocks of attention allow, on both sides.
+  batches = packing.micro_batches(rows, max_tokens, attention.BLOCK)
   if not has_table:
     batches = [rows._replace(ancestors_blocks=None) for rows in batches]
   loss = learner.make_policy_loss(learner.LossConfig())
@@ -246,8 +276,11 @@ def measure(case: Case, rounds: int) -> dict[str, float]:
            for _ in range(rounds)]
   sharing = packing.sharing_ratio(tree)
   ratio = float(np.median([theirs / ours for ours, theirs in pairs]))
+  packed_products, paths_products = (
+      needed_products(config, side.batches) for side in (packed, paths))
   figures = {
       'sharing': sharing,
+      'products_sharing': paths_products / packed_products,
       'ratio': ratio,
       'ratio_least': min(theirs / ours for ours, theirs in pairs),
       'share_of_sharing': ratio / sharing,
@@ -314,6 +347,7 @@ def main(argv: Sequence[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments {argv[1:]}')
   cases = CASES + (SWEEP if _SWEEP.value else ())
+  cases = tuple(case for case in cases if case.size in _SIZES.value)
   rounds = _ROUNDS.value
   if _QUICK.value:
     cases = tuple(c._replace(num_trees=1) for c in CASES if c.size == 'small')
