@@ -395,12 +395,14 @@ def check_config(
     directory: str | os.PathLike[str],
     config: Mapping[str, Any],
     may_change: Sequence[str] = (),
+    claim: bool = True,
 ) -> None:
   """Claims the directory for a config, or refuses one that is not its own.
 
   Args:
     directory: where the run's checkpoints are or will be; made if need be.
     config: JSON-able, possibly nested.
+    claim: whether to write the config down, too, where nothing is against it.
     may_change: dotted names that a resumed run may set anew, such as the number
       of updates; a name covers all that is nested in it.
 
@@ -422,11 +424,9 @@ def check_config(
       raise ValueError(
           f'{path.parent} belongs to a run of another config:\n'
           + '\n'.join(lines)
-          + '\nUse another directory, or the config it was started with.'
-      )
-    if not changed:
-      return
-  if _is_writer():
+          + '\nUse another directory, or the config it was started with.')
+    claim = claim and bool(changed)
+  if claim and _is_writer():
     path.parent.mkdir(parents=True, exist_ok=True)
     _write_json(path, config)
 

@@ -128,47 +128,84 @@ class _Tiles(NamedTuple):
   """A vocabulary in tiles; word w belongs to tile w % count.
 
   Attributes:
+    vocab_size: tokens; behind them is padding that nothing is summed over.
     count: how many tiles.
     num_words: words of each.
     word: tokens of a word.
   """
 
+  vocab_size: int
   count: int
   num_words: int
-  word: int
+  word: int = _WORD
 
   @classmethod
   def of(cls, vocab_size: int) -> '_Tiles':
-    """Returns the widest tiles up to _MAX_WIDTH, if any divide the words."""
-    if vocab_size % _WORD:
-      return cls(1, 1, vocab_size)
-    total = vocab_size // _WORD
-    widths = [n for n in range(1, total + 1)
-              if total % n == 0 and n * _WORD >= _MIN_WIDTH] or [total]
-    fitting = [n for n in widths if n * _WORD <= _MAX_WIDTH]
-    num_words = max(fitting) if fitting else min(widths)
-    return cls(total // num_words, num_words, _WORD)
+    """Returns the widest tiles up to _MAX_WIDTH that divide the vocabulary.
+
+    Where none of _MIN_WIDTH does, those that pad it least.
+    """
+    if vocab_size <= _MAX_WIDTH:
+      return cls(vocab_size, 1, 1, vocab_size) if vocab_size % _WORD else cls(
+          vocab_size, 1, vocab_size // _WORD)
+    total = -(-vocab_size // _WORD)
+    most = _MAX_WIDTH // _WORD
+    if vocab_size % _WORD == 0:
+      for num_words in range(most, 0, -1):
+        if total % num_words == 0 and num_words * _WORD >= _MIN_WIDTH:
+          return cls(vocab_size, total // num_words, num_words)
+    count = -(-total // most)
+    return cls(vocab_size, count, -(-total // count))
 
   @property
   def width(self) -> int:
     return self.num_words * self.word
 
+  @property
+  def padding(self) -> int:
+    return self.count * self.width - self.vocab_size
+
+  def pad(self, unembedding: jax.Array) -> jax.Array:
+    """Returns [V + padding, D] of [V, D]."""
+    if not self.padding:
+      return unembedding
+    return jnp.pad(unembedding, ((0, self.padding), (0, 0)))
+
   def rows(self, unembedding: jax.Array, i: jax.Array) -> jax.Array:
-    """Returns the rows of tile i, [width, D] of [V, D]."""
+    """Returns the rows of tile i, [width, D], of what is padded."""
     x = unembedding.reshape(self.num_words, self.count, self.word, -1)
     return jax.lax.dynamic_index_in_dim(x, i, 1).reshape(self.width, -1)
 
   def join(self, rows: jax.Array) -> jax.Array:
     """Returns [V, D] of the rows of all tiles, [count, width, D]."""
     x = rows.reshape(self.count, self.num_words, self.word, -1)
-    return x.swapaxes(0, 1).reshape(-1, rows.shape[-1])
+    x = x.swapaxes(0, 1).reshape(-1, rows.shape[-1])
+    return x[:self.vocab_size] if self.padding else x
 
-  def allowed(self, words: jax.Array, i: jax.Array) -> jax.Array:
-    """Returns [..., width] bool of [..., V / 32] uint32."""
+  def possible(
+      self, words: jax.Array | None, i: jax.Array
+  ) -> jax.Array | None:
+    """Returns what can be drawn of tile i, [..., width] bool; None for all.
+
+    Args:
+      words: what is allowed, [..., V / 32] uint32; None for all of V.
+      i: [] int32.
+    """
+    if words is None:
+      return self._is_token_at(i) if self.padding else None
+    if self.padding:
+      before = [(0, 0)] * (words.ndim - 1)
+      words = jnp.pad(words, (*before, (0, self.padding // _WORD)))
     x = words.reshape(*words.shape[:-1], self.num_words, self.count)
     return sampling.unpack_bits(
         jax.lax.dynamic_index_in_dim(x, i, x.ndim - 1, keepdims=False)
     )
+
+  def _is_token_at(self, i):
+    """Returns [width] bool, False on padding."""
+    word = jnp.arange(self.num_words)[:, None] * self.count + i
+    token = word * self.word + jnp.arange(self.word)
+    return token.reshape(-1) < self.vocab_size
 
   def is_token(self, tokens: jax.Array, i: jax.Array) -> jax.Array:
     """Returns [..., width] bool, True at the token if tile i has it."""
@@ -230,10 +267,10 @@ def _logits(temperature, chunk, part, allowed):
   return jnp.where(allowed, logits, transformer.MASKED_SCORE)
 
 
-def _tile(tiles, unembedding, chunk, i):
-  """Returns the rows of tile i, and where it is allowed (None: all of it)."""
-  allowed = None if chunk.allowed is None else tiles.allowed(chunk.allowed, i)
-  return tiles.rows(unembedding, i), allowed
+def _tile(tiles, table, chunk, i):
+  """Returns the rows of tile i, and where it is possible (None: all of it)."""
+  possible = tiles.possible(chunk.allowed, i)
+  return tiles.rows(table, i), possible
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -245,11 +282,12 @@ def _score(temperature, chunk_size, unembedding, rows):
 def _forward(temperature, chunk_size, unembedding, rows):
   """Returns what `_score` does, and what its gradient needs."""
   tiles = _Tiles.of(len(unembedding))
+  table = tiles.pad(unembedding)
 
   def of_chunk(_, chunk):
 
     def fold(i, sums):
-      part, allowed = _tile(tiles, unembedding, chunk, i)
+      part, allowed = _tile(tiles, table, chunk, i)
       logits = _logits(temperature, chunk, part, allowed)
       return _fold(sums, logits, tiles.is_token(chunk.tokens, i))
 
@@ -299,6 +337,7 @@ def _backward(temperature, chunk_size, residuals, cotangents):
   """Returns the gradients, forming the logits of each tile once more."""
   unembedding, rows, normaliser = residuals
   tiles = _Tiles.of(len(unembedding))
+  table = tiles.pad(unembedding)
   # Before any product: zero times what stands at a padded token may be NaN.
   live = (cotangents[0] != 0) | (cotangents[1] != 0)
   rows = rows._replace(hidden=jnp.where(live[..., None], rows.hidden, 0))
@@ -308,7 +347,7 @@ def _backward(temperature, chunk_size, residuals, cotangents):
     chunk, normaliser, cotangents = inputs
 
     def of_tile(to_hidden, i):
-      part, allowed = _tile(tiles, unembedding, chunk, i)
+      part, allowed = _tile(tiles, table, chunk, i)
       slopes = _slopes(
           _logits(temperature, chunk, part, allowed),
           normaliser,

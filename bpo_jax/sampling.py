@@ -467,14 +467,17 @@ def make_advance(
   all runs, and this, which takes none, in each.
 
   Args:
-    step_environment: `(handles [R], actions [R, U], active [R])` to a
-      step result (environments.callbacks.StepResult has its fields);
-      traceable, and called exactly once.
+    step_environment: `(handles [R], actions [R, U], active [R], lengths [R])`,
+      the last of them the tokens of each action, to a step result
+      (environments.callbacks.StepResult has its fields); traceable, and called
+      exactly once.
     max_turns: actions after which an episode is truncated.
   """
 
   def advance(rows, actions):
-    result = step_environment(rows.handles, actions.tokens, rows.active)
+    lengths = jnp.sum(actions.mask, axis=1, dtype=jnp.int32)
+    result = step_environment(
+        rows.handles, actions.tokens, rows.active, lengths)
     turns = rows.turns + rows.active
     at_limit = rows.active & ~result.terminal & (turns >= max_turns)
     result = result._replace(truncated=result.truncated | at_limit)

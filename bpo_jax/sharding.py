@@ -7,6 +7,8 @@ the programs. One device is the mesh `data:1,model:1`, or none at all.
 
 from collections.abc import Callable, Sequence
 import functools
+import math
+import re
 from typing import Any
 
 import jax
@@ -31,16 +33,16 @@ def parse(spec: str) -> dict[str, int]:
   """Returns the sizes that a flag such as `data:4,model:2` names.
 
   Args:
-    spec: sizes by axis; one that is left out is 1.
+    spec: sizes by axis; one that is left out is 1, and so are both of ''.
 
   Raises:
     ValueError: if an axis is unknown, named twice, or has no positive size.
   """
   sizes = {}
-  for part in filter(None, (part.strip() for part in spec.split(','))):
-    name, _, size = part.partition(':')
+  for part in spec.split(',') if spec.strip() else ():
+    name, _, size = part.strip().partition(':')
     checks.one_of('mesh', name, AXES)
-    if not size.isdigit() or int(size) < 1 or name in sizes:
+    if not re.fullmatch('0*[1-9][0-9]{0,17}', size) or name in sizes:
       raise ValueError(
           'mesh: expected each axis once with a size of at least 1, such as'
           f' data:4,model:2, got {spec!r}')
@@ -62,7 +64,7 @@ def make_mesh(
   """
   sizes = parse(spec)
   devices = jax.devices() if devices is None else devices
-  count = int(np.prod(list(sizes.values())))
+  count = math.prod(sizes.values())
   if count > len(devices):
     raise ValueError(
         f'mesh: {spec} has {count} places, expected at most as many as there'

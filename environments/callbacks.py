@@ -16,6 +16,7 @@ import zlib
 from absl import logging
 import jax
 from jax import experimental
+import jax.numpy as jnp
 import numpy as np
 
 from environments import base
@@ -66,6 +67,12 @@ def anchor(timestep: base.TimeStep) -> int:
   """
   text = '\n'.join((timestep.observation, *timestep.available))
   return zlib.crc32(text.encode('utf-8', 'surrogatepass')) & 0x7FFFFFFF
+
+
+def _lengths(actions, xp=jnp):
+  """Returns [R] int32 of [R, L]: one past the last token that is not 0."""
+  place = xp.arange(1, actions.shape[1] + 1, dtype=xp.int32)
+  return xp.max(xp.where(actions != 0, place, 0), axis=1, initial=0)
 
 
 class BatchedEnvironment:
@@ -124,7 +131,11 @@ class BatchedEnvironment:
     return result, prompts
 
   def step(
-      self, handles: jax.Array, actions: jax.Array, active: jax.Array
+      self,
+      handles: jax.Array,
+      actions: jax.Array,
+      active: jax.Array,
+      lengths: jax.Array | None = None,
   ) -> StepResult:
     """Steps every active row once, under jit or not.
 
@@ -135,6 +146,8 @@ class BatchedEnvironment:
       handles: [R] int32, the states to step from.
       actions: [R, L] int32, tokens of a command each, padded with 0.
       active: [R] bool, the rows to step; the others touch nothing.
+      lengths: [R] int32, tokens of each action, so that one that ends with
+        token 0 keeps it; None where no action does.
 
     Returns:
       A StepResult of R rows.
@@ -142,7 +155,9 @@ class BatchedEnvironment:
     Raises:
       ValueError: if a shape is not as above.
     """
-    num_rows = self._check_shapes(handles, actions, active)
+    if lengths is None:
+      lengths = _lengths(actions)
+    num_rows = self._check_shapes(handles, actions, active, lengths)
     shapes = jax.tree.map(
         lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype),
         self._blank(num_rows),
@@ -152,25 +167,31 @@ class BatchedEnvironment:
     # through every loop around it. An io_callback, unlike a pure_callback, is
     # neither dropped when nobody reads its results nor ever repeated.
     return experimental.io_callback(
-        self.host_step, shapes, handles, actions, active, ordered=False
+        self.host_step, shapes, handles, actions, active, lengths, ordered=False
     )
 
   def host_step(
-      self, handles: np.ndarray, actions: np.ndarray, active: np.ndarray
+      self,
+      handles: np.ndarray,
+      actions: np.ndarray,
+      active: np.ndarray,
+      lengths: np.ndarray | None = None,
   ) -> StepResult:
     """`step` on NumPy arrays; it raises nothing, see `raise_pending`."""
     start = time.perf_counter()
     # Inside the callback these may be JAX arrays; indexing one would run JAX
     # from within its own callback, which can wait for itself for ever.
     handles, actions, active = map(np.asarray, (handles, actions, active))
+    lengths = np.asarray(_lengths(actions, np) if lengths is None else lengths)
     result = self._blank(len(handles))
     # Lists and ints: NumPy's scalars would double what a row costs.
-    handle_of = handles.tolist()
+    handle_of, length_of = handles.tolist(), lengths.tolist()
     for row in np.flatnonzero(active).tolist():
       try:
         # One lost run is enough: whatever comes after the error ends at once.
         status = base.Status.ERROR if self.pending_error is not None else (
-            self._step_row(result, row, handle_of[row], actions[row]))
+            self._step_row(
+                result, row, handle_of[row], actions[row, :length_of[row]]))
       except BaseException as error:  # pylint: disable=broad-except
         self.pending_error = error
         status = base.Status.ERROR
@@ -292,14 +313,20 @@ class BatchedEnvironment:
     )
 
   def _check_shapes(
-      self, handles: jax.Array, actions: jax.Array, active: jax.Array
+      self,
+      handles: jax.Array,
+      actions: jax.Array,
+      active: jax.Array,
+      lengths: jax.Array,
   ) -> int:
     """Returns R, or says which shape is wrong."""
     num_rows = len(handles)
-    expected = ((num_rows,), (num_rows, self.codec.action_length), (num_rows,))
-    got = (handles.shape, actions.shape, active.shape)
+    of_rows = (num_rows,)
+    expected = (of_rows, (num_rows, self.codec.action_length), of_rows, of_rows)
+    got = (handles.shape, actions.shape, active.shape, lengths.shape)
     if got != expected:
       raise ValueError(
-          f'handles, actions and active must have shapes {expected}, got {got}'
+          'handles, actions, active and lengths must have shapes'
+          f' {expected}, got {got}'
       )
     return num_rows

@@ -151,8 +151,8 @@ class ChatCodec(codec.TextCodec):
     Args:
       timestep: what the action led to.
       action: the command that was understood.
-      action_tokens: the reply as it was drawn, padded with 0; None for one that
-        ended its turn. One that did not has it ended by the next turn.
+      action_tokens: the reply as it was drawn, without padding; None for one
+        that ended its turn. One that did not has it ended by the next turn.
     """
     ended = action_tokens is None or self._ended(action_tokens)
     told, = self._conversation.observation(timestep, action)
@@ -170,8 +170,13 @@ class ChatCodec(codec.TextCodec):
     A reply in other tokens than the command's own, or with blanks around it, or
     in capitals, names it all the same. Where actions are free-form it is the
     action.
+
+    Args:
+      available: the admissible commands; none where actions are free-form.
+      action_tokens: the reply as it was drawn, without padding: token 0 is one
+        like all others.
     """
-    text = self._turns.reply_text(_unpadded(action_tokens))
+    text = self._turns.reply_text(np.asarray(action_tokens).tolist())
     if not available:
       return text or None
     command = super().decode(available, action_tokens)
@@ -181,8 +186,8 @@ class ChatCodec(codec.TextCodec):
     return {name.casefold(): name for name in available}.get(said)
 
   def _ended(self, action_tokens: Sequence[int]) -> bool:
-    tokens = _unpadded(action_tokens)
-    return bool(tokens) and tokens[-1] == self._turns.end_of_turn
+    return len(action_tokens) > 0 and (
+        int(action_tokens[-1]) == self._turns.end_of_turn)
 
   def _cut(self, told: str, ended: bool) -> Sequence[int]:
     """Returns a turn that tells as much of a text as goes into its tokens."""
@@ -196,10 +201,3 @@ class ChatCodec(codec.TextCodec):
       if excess <= 0:
         return tokens
       room = max(0, len(ids) - excess)
-
-
-def _unpadded(tokens: Sequence[int]) -> list[int]:
-  """Returns the tokens up to the last that is no padding."""
-  tokens = np.asarray(tokens)
-  used = np.flatnonzero(tokens)
-  return tokens[:used[-1] + 1].tolist() if len(used) else []

@@ -118,8 +118,8 @@ class TextCodec:
     Args:
       timestep: what the action led to.
       action: the command.
-      action_tokens: as the policy drew it; of no use here, where words stand
-        alone.
+      action_tokens: as the policy drew it, without padding; of no use here,
+        where words stand alone.
     """
     del action_tokens
     words = self._phrasebook.observation(timestep, action)

@@ -105,16 +105,20 @@ def set_up(config: configs.TrainConfig) -> Run:
   eval_types = scoring.task_types(agent.environment, eval_tasks)
   check_lengths(config, agent, train_tasks)
   workdir = make_workdir(config)
-  # The warm start is made on one device: runs of all meshes share it.
+  is_new = checkpoint.latest_step(workdir / 'checkpoints') is None
   params = assembly.init_params(config, alone)
   origin = assembly.origin_of(alone, params)
+  if is_new:
+    check_config(config, workdir)
+  # The warm start is made on one device: runs of all meshes share it.
   reference = sharding.place(
       mesh, warm_start.load(config, alone, workdir, params, origin))
+  del params  # Memory may not hold them beside those of the mesh.
   state = sharding.place(mesh, assembly.init_state(config, agent, reference))
-  if checkpoint.latest_step(workdir / 'checkpoints') is not None:
+  if not is_new:
     state = assembly.restore(workdir, agent, state, origin).state
     logging.info('Going on after update %d.', int(state.update))
-    check_config(config, workdir)  # The run takes it: what may change does.
+    check_config(config, workdir)  # Not before: the run may refuse it.
   return Run(
       config=config,
       agent=agent,
@@ -165,6 +169,8 @@ def check_lengths(
 def make_workdir(config: configs.TrainConfig) -> pathlib.Path:
   """Returns the run's folder, refusing one that is another run's.
 
+  Whose it is `check_config` writes down, once all else is in order.
+
   Raises:
     ValueError: if there is a run in it and --resume is not given, or if that
       run is of another config; the message says where they differ.
@@ -189,7 +195,7 @@ def make_workdir(config: configs.TrainConfig) -> pathlib.Path:
         f'{workdir} holds a run already; pass --resume to go on with it, or'
         ' another --workdir'
     )
-  check_config(config, workdir, claim=not has_run)
+  check_config(config, workdir, claim=False)
   return workdir
 
 

@@ -314,14 +314,16 @@ def test_donated_arguments():
   same(plain.host_step(result.handles, actions, np.ones(2, bool)), got)
 
 
-@pytest.mark.parametrize('handles, actions, active', [
-    ((2,), (2, 3), (2,)), ((2,), (3, 2), (2,)), ((2,), (2, 2), (3,)),
-    ((2, 1), (2, 2), (2,)),
+@pytest.mark.parametrize('handles, actions, active, lengths', [
+    ((2,), (2, 3), (2,), (2,)), ((2,), (3, 2), (2,), (2,)),
+    ((2,), (2, 2), (3,), (2,)), ((2, 1), (2, 2), (2,), (2,)),
+    ((2,), (2, 2), (2,), (3,)),
 ])
-def test_wrong_shapes_are_told(handles, actions, active):
+def test_wrong_shapes_are_told(handles, actions, active, lengths):
   with pytest.raises(ValueError, match='must have shapes'):
-    make_batched().step(np.zeros(handles, np.int32),
-                        np.zeros(actions, np.int32), np.zeros(active, bool))
+    make_batched().step(
+        np.zeros(handles, np.int32), np.zeros(actions, np.int32),
+        np.zeros(active, bool), np.zeros(lengths, np.int32))
 
 
 _STRESS = '''

@@ -3,12 +3,15 @@
 import json
 
 import chat_templates
+import jax
 import numpy as np
 import pytest
 import tiny_tokenizers
 
 from environments import base
+from environments import callbacks
 from environments import chat_codec
+from environments import store as stores
 
 pytest.importorskip('tokenizers')
 pytest.importorskip('jinja2')
@@ -55,8 +58,8 @@ def test_an_episode_is_the_conversation_rendered_whole(parts, ended):
   codec = make(parts)
   reply = tokenizer.encode('look') + [turns.end_of_turn] * ended
   ids = codec.encode_prompt(timestep('A room.')) + reply
-  padded = np.pad(reply, (0, 5))
-  shown, length = codec.encode_observation(timestep(), 'look', padded)
+  shown, length = codec.encode_observation(
+      timestep(), 'look', np.array(reply))
   assert not shown[length:].any() and shown.dtype == np.int32
   ids += shown[:length].tolist()
   assert tokenizer.decode(ids) == rendered([
@@ -89,7 +92,7 @@ def test_free_replies_name_commands_however_they_are_spelled(
     parts, said, command):
   tokenizer, turns = parts
   codec = make(parts)
-  for end in ([], [turns.end_of_turn], [turns.end_of_turn, 0, 0]):
+  for end in ([], [turns.end_of_turn]):
     ids = np.array([*tokenizer.encode(said), *end], np.int32)
     assert codec.decode(AVAILABLE, ids) == command
 
@@ -101,6 +104,43 @@ def test_a_reply_is_the_action_where_actions_are_free(parts):
   ids = [*tokenizer.encode(said), turns.end_of_turn]
   assert codec.decode((), ids) == said
   assert codec.decode((), [turns.end_of_turn]) is None
+
+
+class Echo:
+  """Remembers what it is told, and takes free actions."""
+
+  def reset(self, task, seed):
+    return (), timestep('A room.', ())
+
+  def step(self, state, action):
+    return (*state, action), timestep(action, ())
+
+
+def test_token_zero_is_one_like_all_others(tmp_path):
+  """Where '!' is token 0, as in Qwen2, a reply may end with it."""
+  ids, merges, types = tiny_tokenizers.vocabulary()
+  ids[0], ids[ord('!')] = '!', ids[0]
+  folder = tiny_tokenizers.write(
+      tmp_path / 'model', eos_token='<|im_end|>',
+      chat_template=chat_templates.CHATML)
+  tokenizers.write_json(
+      folder / 'tokenizer.json', ids, merges, types, 'qwen2')
+  tokenizer = tokenizers.load(folder)
+  turns = chat.Turns.of(tokenizer, chat.load_template(folder))
+  assert tokenizer.encode('!') == [0]
+  codec = make((tokenizer, turns), action_length=6)
+  said = ['look!', '!!', 'look', '']
+  tokens = [tokenizer.encode(text) for text in said]
+  lengths = np.array([len(x) for x in tokens], np.int32)
+  actions = np.array([x + [0] * (6 - len(x)) for x in tokens], np.int32)
+  batched = callbacks.BatchedEnvironment(stores.StateStore(Echo()), codec)
+  start, _ = batched.reset(['any'] * 4, range(4))
+  got = jax.jit(batched.step)(
+      start.handles, actions, np.ones(4, bool), lengths)
+  for row, text in enumerate(said):
+    assert batched.store.get(int(got.handles[row])) == (text,)
+    shown = np.asarray(got.observation[row, :got.observation_length[row]])
+    assert shown.tolist() == turns.next_turn(text, ended=False)
 
 
 def test_what_the_environment_says_is_text(parts):

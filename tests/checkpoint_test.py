@@ -397,6 +397,16 @@ def test_config_may_change_where_allowed(tmp_path):
     checkpoint.check_config(tmp_path, changed, free)
 
 
+def test_config_is_checked_without_being_claimed(tmp_path):
+  checkpoint.check_config(tmp_path / 'none', {'a': 1}, claim=False)
+  assert not (tmp_path / 'none').exists()
+  checkpoint.check_config(tmp_path, {'a': 1, 'b': 1})
+  checkpoint.check_config(tmp_path, {'a': 2, 'b': 1}, ['a'], claim=False)
+  assert checkpoint.read_config(tmp_path) == {'a': 1, 'b': 1}
+  with pytest.raises(ValueError, match='b: 1 there, 2 now'):
+    checkpoint.check_config(tmp_path, {'a': 1, 'b': 2}, ['a'], claim=False)
+
+
 def test_config_survives_a_failed_write(tmp_path):
   checkpoint.check_config(tmp_path, {'a': 1})
   with _files_at_most(1), pytest.raises(OSError):

@@ -175,6 +175,22 @@ def test_a_config_checks_itself(values, match):
     _Config(**values)
 
 
+def test_text_that_must_say_something():
+  @dataclasses.dataclass(frozen=True)
+  class Named:
+    name: str | None = field(None, 'A name.', not_blank=True)
+    note: str | None = field(None, 'A note.')
+    __post_init__ = configs.check
+
+  assert _parse('--name=x', '--note=', config_class=Named) == Named('x', None)
+  assert _parse('--name=none', config_class=Named) == Named()
+  for blank in ('', ' '):
+    with pytest.raises(SystemExit):
+      _parse(f'--name={blank}', config_class=Named)
+    with pytest.raises(ValueError, match='Named.name: expected text, or no'):
+      Named(blank)
+
+
 def test_dict_round_trip_keeps_the_order():
   config = _parse('--device=gpu', '--layers=7', '--optimiser.clip=2')
   plain = config_flags.to_dict(config)

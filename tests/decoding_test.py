@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 import tiny_agents as tiny
 
+from bpo_jax import attention
 from bpo_jax import decoding
+from bpo_jax import packing
 from bpo_jax import sampling
+from bpo_jax import tree as trees
+from bpo_jax import types
 from bpo_jax.models import lora
 from bpo_jax.models import transformer
 
@@ -306,6 +310,59 @@ def first_log_probs(model, params, rows):
   tokens = sampling.inverse_cdf(log_probs, uniforms[:, 0])
   return np.take_along_axis(
       np.asarray(log_probs), np.asarray(tokens)[:, None], axis=1)[:, 0]
+
+
+@pytest.mark.parametrize('block', [None, 16], ids=['dense', 'table'])
+def test_what_is_sampled_in_bfloat16_is_what_is_trained(block):
+  """Prefill, pending tokens and draws against the learner's one run.
+
+  Both round the same numbers to bfloat16; their float32 sums differ in order,
+  so that what lies between two bfloat16 now and then goes to the other, 2^-8
+  away, and is carried on. Measured: 0.0074 nat on average, 0.023 at most; with
+  scores of bfloat16 in the sampler alone, 0.0104 and 0.056.
+  """
+  config = free(((VOCAB - 1,) * LENGTH,))
+  model = tiny.model(
+      VOCAB, dtype='bfloat16', width=48, head_dim=12, num_layers=3)
+  params = tiny.params_of(model)
+  # Large scores, which bfloat16 would tell apart badly.
+  query = params['blocks']['attention']['query']
+  query['kernel'] = 3 * query['kernel']
+  rng = np.random.default_rng(0)
+  num_rows, size, waiting = 8, 50, 3
+  tokens = rng.integers(0, VOCAB, (num_rows, size)).astype(np.int32)
+  zeros = np.zeros(num_rows, np.int32)
+  cache = jax.jit(decoding.make_prefill(model))(
+      params, sampling.empty_cache(model.config, num_rows, 64),
+      tokens[:, :-waiting], zeros + size - waiting)
+  rows = sampling.Rows(
+      cache=cache, pending=tokens[:, -waiting:], pending_length=zeros + waiting,
+      commands=np.zeros((num_rows, 1, LENGTH), np.int32), handles=zeros,
+      active=np.ones(num_rows, bool),
+      keys=jax.random.split(jax.random.key(0), num_rows), turns=zeros,
+      greedy=np.zeros(num_rows, bool),
+      forced=np.zeros((num_rows, LENGTH), np.int32), num_forced=zeros)
+  assert cache.key_values.keys[0].dtype == jnp.bfloat16
+  _, actions = jax.device_get(jax.jit(decoding.make_act(model, config))(
+      params, rows))
+  assert actions.mask.all()
+  builders = []
+  for told, drawn in zip(tokens, actions.tokens):
+    builder = trees.TreeBuilder()
+    root = builder.add(types.NO_PARENT, told)
+    builder.add(root, drawn, action_mask=np.ones(LENGTH, bool),
+                behaviour_log_probs=np.zeros(LENGTH), terminal=True)
+    builders.append(builder)
+  tree = trees.stack(builders)
+  packed = packing.pack(tree, tiny.random_credit(tree, 0), 64, layout='trees')
+  if block:
+    packed = packed._replace(
+        ancestors_blocks=attention.block_table(packed.end, block))
+  scored, _ = jax.jit(packing.token_log_probs, static_argnums=(0, 3))(
+      model, params, packed, TEMPERATURE)
+  scored = packing.unpack(scored, packed, tree.tokens.shape)[:, 1, :LENGTH]
+  difference = np.abs(scored - actions.log_probs)
+  assert difference.mean() < 0.009 and difference.max() < 0.04
 
 
 @pytest.mark.parametrize('values, name', [

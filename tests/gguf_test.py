@@ -214,6 +214,14 @@ def test_counts_that_no_file_holds_cost_no_time(path, tmp_path):
     ({'tokenizer__ggml__pre': 'other'}, "tokenizer, but .* got 'other'"),
     ({'tokenizer__ggml__tokens': TOKENS[:5] * 2}, 'writing it fails'),
     ({'tokenizer__ggml__eos_token_id': 96}, 'eos_token_id: .* got 96'),
+    ({'tokenizer__ggml__tokens': 7}, 'tokens: expected a list of texts, got 7'),
+    ({'tokenizer__ggml__tokens': list(range(96))}, 'tokens: expected a list'),
+    ({'tokenizer__ggml__merges': ['a b']}, "merges: expected two .* got 'a b'"),
+    ({'tokenizer__ggml__merges': ['ab']}, "merges: expected two .* got 'ab'"),
+    ({'tokenizer__ggml__merges': [3]}, 'merges: expected a list of texts'),
+    ({'tokenizer__chat_template': 3}, 'chat_template: expected .* got 3'),
+    ({'tensors': {'output_norm.weight': np.full(32, np.nan, 'f')}},
+     'output_norm.weight: expected finite numbers, got 32 of 32'),
     ({'tokenizer__ggml__tokens': [*TOKENS, 'more'],
       'tokenizer__ggml__token_type': None}, 'tokens: expected at most 96'),
     ({'tensors': {'token_embd.weight': None}}, 'vocab_size: .* got None'),
@@ -224,6 +232,15 @@ def test_what_we_do_not_have_is_told(changes, message, tmp_path):
   with pytest.raises(ValueError, match=f'tiny.gguf: .*{message}'):
     gguf.to_directory(path, tmp_path / 'out')
   assert not (tmp_path / 'out').exists()
+
+
+def test_a_chat_template_is_asked_for_before_anything_is_unpacked(tmp_path):
+  path = write(
+      tmp_path / 'tiny.gguf', *network(), tokenizer__chat_template=None)
+  with pytest.raises(ValueError, match='tiny.gguf: .*template, got None; a ba'):
+    gguf.cached_directory(path, tmp_path / 'cache', chat=True)
+  assert not (tmp_path / 'cache').exists()
+  gguf.cached_directory(path, tmp_path / 'cache')
 
 
 def test_what_is_no_gguf_file_is_told(tmp_path):

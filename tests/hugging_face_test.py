@@ -172,6 +172,12 @@ K_PROJ = 'model.layers.1.self_attn.k_proj.weight'
     ({'model.layers.2.mlp.up_proj.weight': np.ones((2, 2), 'f')},
      'alone, got layers.2.mlp.up_proj.weight too'),
     ({'score.weight': np.ones((1, 32), 'f')}, 'alone, got score.weight too'),
+    ({K_PROJ: np.full((16, 32), np.nan, 'f')},
+     'safetensors: .*k_proj.weight: expected finite .* got 512 of 512'),
+    ({'model.norm.weight': np.array([np.inf] + [1] * 31, 'f')},
+     'safetensors: norm.weight: expected finite numbers, got 1 of 32'),
+    ({K_PROJ.removeprefix('model.'): np.ones((16, 32), 'f')},
+     'k_proj.weight: expected each tensor once'),
 ])
 @pytest.mark.parametrize('num_shards', [1, 2])
 def test_a_wrong_tensor_is_named(change, message, num_shards, make):
@@ -184,6 +190,34 @@ def test_a_wrong_tensor_is_named(change, message, num_shards, make):
   safetensors_numpy.save_file(tensors, directory / 'model.safetensors')
   with pytest.raises(ValueError, match=f'{directory}.*{message}'):
     hugging_face.load(directory)
+
+
+@pytest.mark.parametrize('spoil, message', [
+    (lambda x: x[:5], r'lm_head.weight: expected shape \(96, 24\)'),
+    (lambda x: x + 1e-3, 'lm_head.weight: .*tie_word_embeddings: false')])
+def test_tied_logits_are_those_of_the_embedding(spoil, message, make):
+  directory, _, params = make('smollm2')
+  tensors = models.published(params)
+  tensors['lm_head.weight'] = spoil(tensors['model.embed_tokens.weight'])
+  models.write(directory, models.config_json('smollm2'), tensors)
+  with pytest.raises(ValueError, match=f'safetensors: {message}'):
+    hugging_face.load(directory)
+
+
+def test_a_value_head_that_is_not_finite_is_refused(make, tmp_path):
+  directory, _, _ = make()
+  safetensors_numpy.save_file(
+      {'kernel': np.full((32, 1), np.nan, 'f'), 'bias': np.ones(1, 'f')},
+      directory / 'value_head.safetensors')
+  with pytest.raises(ValueError, match='head.safetensors: kernel: .* finite'):
+    hugging_face.load(directory, value_head=True)
+
+
+@pytest.mark.parametrize('said, expected', [
+    (128, 128), (None, None), ('many', None)])
+def test_how_long_a_model_was_made_for(said, expected, make):
+  directory, _, _ = make(max_position_embeddings=said)
+  assert hugging_face.max_positions(directory) == expected
 
 
 def test_a_wrong_index_is_told(make, tmp_path):
@@ -328,6 +362,8 @@ def test_what_cannot_be_saved_is_told_and_leaves_nothing(make, tmp_path):
       ((with_lora, adapted), {}, 'lora.merge'),
       ((config, adapted), {}, 'lora_a: expected shape None .* got'),
       ((config, {**params, 'output': params['output'][:5]}), {}, r'\(5, 32\)'),
+      ((config, {**params, 'output': params['output'] * np.nan}), {},
+       'params: output: expected finite numbers'),
       ((both, models.random_params(both)), {}, 'qk_norm=True'),
       ((config, params), {'like': tmp_path}, 'expected a JSON file'),
       ((config, params), {'dtype': 'float8'}, 'dtype: expected one of'),
@@ -353,7 +389,7 @@ def test_a_save_that_dies_leaves_nothing(make, tmp_path, monkeypatch):
   monkeypatch.setattr(hugging_face, '_copy_kept_files', die)
   with pytest.raises(KeyboardInterrupt):
     hugging_face.save(out, config, params, like=tmp_path / 'qwen2')
-  assert not list(out.parent.iterdir())
+  assert not out.parent.exists()
 
 
 # ---------------------------------------------------------------- parity

@@ -137,11 +137,48 @@ def test_gradient_of_either_output_alone(which):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize('vocab_size', [33, 1184])
-def test_any_vocabulary(vocab_size):
-  *arrays, _ = _case(vocab_size=vocab_size)
-  for got, want in zip(_ours()(*arrays), _as_sampled(*arrays)):
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize('vocab_size, density', [
+    pytest.param(33, None, marks=pytest.mark.slow), (101, None),
+    pytest.param(1184, None, marks=pytest.mark.slow), (160, 0.3)])
+def test_any_vocabulary(vocab_size, density, monkeypatch):
+  # Tiles of 64 divide none of them: 101 and 1184 and 160 are padded.
+  monkeypatch.setattr(log_probs, '_MIN_WIDTH', 64)
+  assert (log_probs._Tiles.of(vocab_size).padding > 0) == (vocab_size > 64)
+  *arrays, allowed = _case(vocab_size=vocab_size, density=density)
+  (got, grads), (want, want_grads) = (
+      _both(f)(*arrays)
+      for f in (_ours(allowed), functools.partial(_as_sampled, allowed=allowed))
+  )
+  for x, y in zip(got, want):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+  for x, y in zip(grads, want_grads):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_no_tile_is_the_whole_of_a_vocabulary_that_nothing_divides(monkeypatch):
+  monkeypatch.undo()
+  for vocab_size in (32_003, 32 * 1571):  # Prime, and a prime of words.
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (
+        ((8, 512, 4), jnp.float32), ((vocab_size, 4), jnp.float32),
+        ((8, 512), jnp.int32))]
+    step = jax.grad(_weighted(_ours()), (0, 1))
+    largest = max(_sizes(jax.make_jaxpr(step)(*shapes).jaxpr))
+    assert 8 * 64 * vocab_size > 2**24 / 4 >= largest > 2**19
+
+
+def _sizes(jaxpr):
+  """Yields how many numbers each array of a program has."""
+  for equation in jaxpr.eqns:
+    for value in equation.outvars:
+      yield value.aval.size
+    for inner in jax.tree.leaves(
+        list(equation.params.values()), is_leaf=_is_program):
+      if _is_program(inner):
+        yield from _sizes(getattr(inner, 'jaxpr', inner))
+
+
+def _is_program(x):
+  return hasattr(x, 'eqns') or hasattr(x, 'jaxpr')
 
 
 def test_large_logits_lose_nothing():
@@ -255,7 +292,7 @@ def test_default_chunk_bounds_a_tile(monkeypatch):
   monkeypatch.undo()
   for vocab_size in (32_000, 49_152, 128_256, 151_936):
     tiles = log_probs._Tiles.of(vocab_size)
-    assert tiles.count * tiles.width == vocab_size
+    assert tiles.count * tiles.width == vocab_size and not tiles.padding
     assert 64 <= tiles.width <= 1280
     for num_rows in (1, 8):
       chunk = log_probs._default_chunk(num_rows, tiles)

@@ -1,11 +1,13 @@
 """Trees run once as against every path run alone, through the same network.
 
 The oracle knows nothing of rows: it runs one path after the other under a plain
-causal mask, takes whole logits, and gives a token that lies on n paths an n-th
-of its weight on each.
+causal mask, takes whole logits, computes nothing twice, and gives a token that
+lies on n paths an n-th of its weight on each.
 """
 
+import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,20 +16,31 @@ import optax
 import pytest
 import tiny_agents as tiny
 
+from bpo_jax import attention
 from bpo_jax import learner
 from bpo_jax import packing
 from bpo_jax import sampling
 from bpo_jax import tree as trees
 from bpo_jax import types
+from bpo_jax.models import transformer
 
 NETWORK = tiny.model(value_head=True)
+ADAPTED = tiny.model(
+    value_head=True, lora=transformer.LoraConfig(rank=2, alpha=3.0))
 TEMPERATURE = 0.7
 SIZE = 96  # Tokens that every path alone is padded to.
+BLOCK = 32  # Of attention: several in a row of 128.
+
+
+def rematerialised(network, remat):
+  return transformer.Transformer(
+      dataclasses.replace(network.config, remat=remat))
 
 
 @functools.cache
-def params_of(seed=0):
-  return tiny.params_of(NETWORK, seed)
+def params_of(seed=0, network=NETWORK):
+  """Random parameters, the B of adapters among them."""
+  return tiny.params_of(network, seed)
 
 
 def deep_trees(seed, num_trees=3, num_nodes=12, constrained=True):
@@ -93,20 +106,20 @@ def token_loss(outputs, advantages, weights):
   return jnp.sum(jnp.where(weights != 0, weights * terms, 0.0))
 
 
-@jax.jit
-def run(params, rows):
+@functools.partial(jax.jit, static_argnames='network')
+def run(params, rows, network=NETWORK):
   """Returns the loss, the outputs and the gradient."""
   def loss(params):
-    outputs = packing.token_outputs(NETWORK, params, rows, TEMPERATURE)
+    outputs = packing.token_outputs(network, params, rows, TEMPERATURE)
     return token_loss(outputs, rows.advantages, rows.weights), outputs
   (total, outputs), gradient = jax.value_and_grad(loss, has_aux=True)(params)
   return total, outputs, gradient
 
 
-def run_alone(params, tokens, allowed):
+def run_alone(network, params, tokens, allowed):
   """Returns what the network says of the tokens of one path, [SIZE] each."""
   causal = np.tril(np.ones((1, SIZE, SIZE), bool))
-  apply = functools.partial(NETWORK.apply, {'params': params})
+  apply = functools.partial(network.apply, {'params': params})
   hidden, _ = apply(tokens[None], np.arange(SIZE)[None], causal)
   logits = apply(hidden, method='logits')[0]
   values = apply(hidden, method='values')[0]
@@ -121,16 +134,17 @@ def run_alone(params, tokens, allowed):
   return packing.TokenOutputs(chosen, entropies, shift(values))
 
 
-@jax.jit
-def alone(params, tokens, allowed, advantages, weights):
+@functools.partial(jax.jit, static_argnums=0)
+def alone(network, params, tokens, allowed, advantages, weights):
   def loss(params):
-    outputs = run_alone(params, tokens, allowed)
+    outputs = run_alone(network, params, tokens, allowed)
     return token_loss(outputs, advantages, weights), outputs
   return jax.value_and_grad(loss, has_aux=True)(params)
 
 
-def path_by_path(tree, params, seed=0):
+def path_by_path(tree, params, network=NETWORK, seed=0):
   """Returns outputs [B, N, T] each, the loss and its gradient, of all paths."""
+  network = rematerialised(network, 'none')
   credit = tiny.random_credit(tree, seed)
   shape, total, gradient = tree.tokens.shape, 0.0, None
   outputs = [np.zeros(shape, np.float32) for _ in range(3)]
@@ -149,7 +163,7 @@ def path_by_path(tree, params, seed=0):
       allowed = np.where(tree.action_mask[..., None], tree.allowed, allowed)
     weights = (credit.weights / np.maximum(num_paths, 1)[..., None])
     (loss, said), slope = alone(
-        params, at(tree.tokens), at(allowed), at(credit.advantages),
+        network, params, at(tree.tokens), at(allowed), at(credit.advantages),
         at(weights.astype(np.float32)))
     total += float(loss)
     gradient = slope if gradient is None else jax.tree.map(
@@ -174,9 +188,9 @@ def assert_same_gradients(got, expected):
 
 
 @functools.cache
-def expected_of(seed, constrained=True):
+def expected_of(seed, constrained=True, network=NETWORK):
   tree = deep_trees(seed, constrained=constrained)
-  return tree, *path_by_path(tree, params_of())
+  return tree, *path_by_path(tree, params_of(network=network), network)
 
 
 def test_the_trees_are_what_they_are_meant_to_be():
@@ -192,12 +206,44 @@ def test_the_trees_are_what_they_are_meant_to_be():
     assert packing.sharing_ratio(tree) > 1.5
 
 
-@pytest.mark.parametrize('length', LENGTHS)
-@pytest.mark.parametrize('seed', range(3))
-def test_outputs_and_gradient_are_those_of_every_path_alone(seed, length):
-  tree, outputs, loss, gradient = expected_of(seed)
+def cases():
+  """Seed, length, network, remat and table: all of them, few of them fast."""
+  fast = [(ADAPTED, 'none', True), (ADAPTED, 'matmuls', False),
+          (ADAPTED, 'block', True)]
+  for seed, length in itertools.product(range(3), LENGTHS):
+    is_fast = (seed, length) in [(0, 'cut'), (0, 'all'), (1, 'several')]
+    yield pytest.param(
+        seed, length, NETWORK, 'block', False,
+        marks=[] if is_fast else pytest.mark.slow)
+  for length, *case in itertools.product(
+      ('cut', 'all'), (NETWORK, ADAPTED), ('none', 'matmuls', 'block'),
+      (False, True)):
+    if case != [NETWORK, 'block', False]:
+      is_fast = length == 'cut' and tuple(case) in fast
+      yield pytest.param(
+          0, length, *case, marks=[] if is_fast else pytest.mark.slow)
+
+
+def name_of(value):
+  if isinstance(value, transformer.Transformer):
+    return 'lora' if value.config.lora else 'plain'
+  return {True: 'table', False: 'dense'}[value] if isinstance(
+      value, bool) else str(value)
+
+
+@pytest.mark.parametrize(
+    'seed, length, network, remat, has_table', cases(), ids=name_of)
+def test_outputs_and_gradient_are_those_of_every_path_alone(
+    seed, length, network, remat, has_table):
+  """Whatever is computed again, looked up or adapted, in every parameter."""
+  tree, outputs, loss, gradient = expected_of(seed, network=network)
   rows = padded(pack(tree, length))
-  my_loss, got, my_gradient = run(params_of(), rows)
+  if has_table:
+    rows = rows._replace(
+        ancestors_blocks=attention.block_table(rows.end, BLOCK))
+    assert rows.ancestors_blocks.shape[1] > 2
+  my_loss, got, my_gradient = run(
+      params_of(network=network), rows, rematerialised(network, remat))
   for name, mine, theirs in zip(got._fields, got, outputs):
     back = packing.unpack(mine, rows, tree.tokens.shape)
     np.testing.assert_allclose(

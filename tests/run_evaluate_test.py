@@ -145,6 +145,16 @@ def test_data_that_are_gone_or_elsewhere(tmp_path, capsys):
       capsys, f'--workdir={workdir}', f'--data={elsewhere}')
 
 
+def test_an_extra_that_is_missing_is_one_line(tmp_path, capsys, monkeypatch):
+  workdir = _save_run(tmp_path)
+
+  def make_agent(config):
+    raise ImportError('model directories need the extra "hf"')
+
+  monkeypatch.setattr(assembly, 'make_agent', make_agent)
+  assert 'the extra "hf"' in _refused(capsys, f'--workdir={workdir}')
+
+
 def test_a_config_of_another_version_is_refused(tmp_path, capsys):
   workdir = _save_run(tmp_path)
   path = workdir / 'checkpoints' / 'config.json'

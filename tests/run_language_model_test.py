@@ -1,6 +1,9 @@
 """A language model of a few thousand weights, from its directory and back."""
 
+import dataclasses
 import json
+import logging
+import shutil
 
 import chat_templates
 import jax
@@ -21,6 +24,7 @@ from bpo_jax.models import transformer  # noqa: E402
 from experiments import configs  # noqa: E402
 from experiments import evaluate  # noqa: E402
 from experiments import export  # noqa: E402
+from experiments import language_models  # noqa: E402
 from experiments import train  # noqa: E402
 
 CONFIG = transformer.TransformerConfig(
@@ -108,6 +112,99 @@ def test_adapters_of_other_weights_are_refused(done, tmp_path):
       workdir=str(ready.workdir), model=str(other), tasks=1, passes=1)
   with pytest.raises(ValueError, match='another base model'):
     evaluate.evaluate(config)
+  with pytest.raises(ValueError, match='another base model'):
+    evaluate.evaluate(dataclasses.replace(config, warm_start=True))
+
+
+def saved_run(model, folder, extra=(), **overrides):
+  """Sets a run up, saves it with more `extra` and returns its config."""
+  config = config_of(model, folder, **overrides)
+  ready = train.set_up(config)
+  ready.origin = {**ready.origin, **dict(extra)}
+  try:
+    train.save(ready)
+  finally:
+    ready.agent.close()
+  return dataclasses.replace(config, resume=True)
+
+
+def set_up(config, **overrides):
+  ready = train.set_up(dataclasses.replace(config, **overrides))
+  ready.agent.close()
+  return ready
+
+
+@pytest.mark.parametrize('lora_rank', [0, 2])
+def test_a_run_does_not_go_on_from_another_model(lora_rank, model, tmp_path):
+  config = saved_run(model, tmp_path, lora_rank=lora_rank)
+  moved = shutil.copytree(model, tmp_path / 'moved')
+  set_up(config, model=str(moved), updates=3)
+  kept = checkpoint.read_config(tmp_path / 'run' / 'checkpoints')
+  assert kept['model'] == str(moved) and kept['updates'] == 3
+  other = write_model(tmp_path / 'other', seed=1)
+  with pytest.raises(ValueError, match=f'another base model: .* in {other}'):
+    set_up(config, model=str(other))
+  # A run that is refused leaves all as it was.
+  assert checkpoint.read_config(tmp_path / 'run' / 'checkpoints') == kept
+  (moved / 'tokenizer_config.json').write_text(json.dumps({
+      'eos_token': '<|im_end|>', 'chat_template': chat_templates.SMOLLM2}))
+  with pytest.raises(ValueError, match=f'{moved}.*another chat template'):
+    set_up(config, model=str(moved))
+  with pytest.raises(ValueError, match='another chat template'):
+    evaluate.evaluate(configs.EvaluateConfig(
+        workdir=str(tmp_path / 'run'), tasks=1, warm_start=True))
+
+
+def test_weights_that_are_not_finite_are_refused_at_once(tmp_path):
+  model = write_model(tmp_path / 'tiny')
+  path = model / 'model.safetensors'
+  data = bytearray(path.read_bytes())
+  data[-4:] = b'\xff' * 4
+  path.write_bytes(data)
+  with pytest.raises(ValueError, match=f'{path}: .*expected finite numbers'):
+    train.set_up(config_of(model, tmp_path / 'run'))
+  assert not (tmp_path / 'run').exists()
+
+
+def test_checkpoints_that_say_less_are_read(model, tmp_path):
+  nothing = {'base': language_models.fingerprint({}), 'chat_template': None}
+  set_up(saved_run(model, tmp_path, nothing, lora_rank=0))
+
+
+def test_what_a_fingerprint_tells(model):
+  _, base = hugging_face.load(model)
+  config = dataclasses.replace(CONFIG, lora=transformer.LoraConfig(2, 2.0))
+  adapted = lora.init_params(config, base, jax.random.key(0))
+  own = language_models.fingerprint(base)
+  assert language_models.fingerprint(adapted) == own
+  shaken = jax.tree.map(lambda x: x + 1e-6, base)
+  assert language_models.fingerprint(shaken) != own
+
+
+def test_episodes_longer_than_the_model_was_made_for_are_told(
+    model, tmp_path, caplog):
+  short = shutil.copytree(model, tmp_path / 'short')
+  values = json.loads((short / 'config.json').read_text())
+  for most, count in ((10_000, 0), (100, 1)):
+    (short / 'config.json').write_text(json.dumps(
+        {**values, 'max_position_embeddings': most}))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+      set_up(config_of(short, tmp_path / str(most)))
+    told = [record.getMessage() for record in caplog.records
+            if 'max_position_embeddings is 100, but' in record.getMessage()]
+    assert len(told) == count
+
+
+@pytest.mark.parametrize('make', [
+    lambda folder: folder, lambda folder: folder / 'file',
+    lambda folder: folder / 'file' / 'sub', lambda folder: '/proc/x'])
+def test_where_nothing_can_be_exported_is_told_first(make, tmp_path):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(ValueError, match='--out: .*expected a path'):
+    export.export(configs.ExportConfig(
+        workdir=str(tmp_path / 'no run'), out=str(make(tmp_path))))
+  assert [path.name for path in tmp_path.iterdir()] == ['file']
 
 
 @pytest.mark.slow
@@ -148,7 +245,9 @@ def test_a_small_policy_is_not_exported(tmp_path):
 
 
 @pytest.mark.parametrize('overrides, message', [
-    ({'lora_targets': 'querry'}, 'did you mean query'),
+    ({'lora_targets': 'querry'}, '--lora_targets: .*did you mean query'),
+    ({'model': ' '}, 'model: expected text'),
+    ({'chat_date': 'foo'}, "--chat_date: .* got 'foo'"),
     ({'observation_length': 4}, 'raise --observation_length'),
     ({'mesh': 'data:1,model:1', 'lora_rank': -1}, 'lora_rank'),
     ({'model': '/nowhere/at/all'}, 'config.json')])
@@ -156,6 +255,43 @@ def test_what_is_wrong_is_told_before_anything_runs(
     model, tmp_path, overrides, message):
   with pytest.raises((ValueError, OSError), match=message):
     train.set_up(config_of(model, tmp_path / 'run', **overrides))
+
+
+_DATED = "{{ strftime_now('%d') }}" + chat_templates.CHATML
+_TRIMMED = chat_templates.CHATML.replace("['content']", "['content'] | trim")
+
+
+@pytest.mark.parametrize('template, overrides, message', [
+    (chat_templates.INSTRUCT, {}, 'no system message. .*pass --system_prompt='),
+    ("{% if messages[0].role != 'system' %}{{ raise_exception('no') }}"
+     '{% endif %}' + chat_templates.CHATML, {'system_prompt': None},
+     'demands a system message. .*--system_prompt=TEXT'),
+    (_DATED, {}, '--chat_date=2024-07-26'),
+    (_TRIMMED, {}, '--altered_replies=keep')])
+def test_what_a_template_needs_is_told_by_its_flag(
+    template, overrides, message, tmp_path):
+  model = write_model(tmp_path / 'tiny')
+  (model / 'chat_template.jinja').write_text(template)
+  with pytest.raises(ValueError, match=f'{model}.*{message}'):
+    train.set_up(config_of(model, tmp_path / 'run', **overrides))
+  assert not (tmp_path / 'run').exists()
+
+
+def test_a_tokenizer_that_takes_text_for_special_is_named(
+    model, monkeypatch, tmp_path):
+  def of(*_, **__):
+    raise ValueError("the tokenizer takes '<|im_end|>' in a text")
+
+  monkeypatch.setattr(language_models.chat.Turns, 'of', of)
+  with pytest.raises(ValueError, match=f'{model}: the tokenizer takes'):
+    train.set_up(config_of(model, tmp_path / 'run'))
+
+
+def test_a_gguf_file_is_one_in_capitals_too(tmp_path):
+  pytest.importorskip('gguf')
+  (tmp_path / 'A.GGUF').write_bytes(b'PK' * 20)
+  with pytest.raises(ValueError, match='A.GGUF: expected a GGUF file'):
+    train.set_up(config_of(tmp_path / 'A.GGUF', tmp_path / 'run'))
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):

@@ -68,6 +68,9 @@ def test_meshes_are_read_from_flags():
 @pytest.mark.parametrize('spec, message', [
     ('data', 'size of at least 1'), ('data:0', 'size of at least 1'),
     ('data:-1', 'size of at least 1'), ('data:x', 'size of at least 1'),
+    ('data:²', 'size of at least 1'), ('data:٣', 'size of at least 1'),
+    (',', "got ''"), ('data:1,', "got ''"),
+    ('data:4294967296,model:4294967296', 'has 18446744073709551616 places'),
     ('data:2,data:2', 'each axis once'), ('modle:2', 'did you mean model'),
     ('data:1000000', 'got')])
 def test_wrong_meshes_are_told(spec, message):

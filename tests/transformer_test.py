@@ -10,6 +10,7 @@ import oracles_network as oracle
 import pytest
 import tiny_agents as tiny
 
+from bpo_jax import attention
 from bpo_jax.models import transformer
 
 
@@ -141,6 +142,29 @@ def test_bfloat16_blocks_are_near_float32():
   assert rounded.dtype == jnp.float32 and new.keys.dtype == jnp.bfloat16
   difference = np.abs(rounded - logits).max()
   assert 1e-4 < difference < 0.1
+
+
+def test_both_attentions_are_one_in_bfloat16():
+  """That of the sampler and that of the learner: float32 but for the inputs."""
+  rng = np.random.default_rng(12)
+  draw = lambda heads: jnp.asarray(
+      2 * rng.normal(size=(2, heads, 64, 24)), jnp.bfloat16)
+  queries, keys, values = draw(6), draw(2), draw(2)
+  sources = [(keys[:, :, :40], values[:, :, :40], causal(2, 64)[..., :40]),
+             (keys[:, :, 40:], values[:, :, 40:], causal(2, 64)[..., 40:])]
+  # Not jitted: a program may leave out a rounding that is asked for.
+  got = transformer.attend(queries, sources)
+  end = np.full((2, 64), 64, np.int32)
+  expected = attention.reference(
+      *(x.astype(jnp.float32) for x in (queries, keys, values)), end)
+  assert got.dtype == jnp.float32
+  np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+  for ancestors in (attention.Ancestors(end), attention.Ancestors(
+      end, attention.block_table(end, 16))):
+    # The learner's is rounded once more, by half a step of 2^-8.
+    rounded = attention.attend(queries, keys, values, ancestors)
+    np.testing.assert_allclose(
+        rounded.astype(jnp.float32), got, rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize('cuts', [(4,), (3, 4, 8)])

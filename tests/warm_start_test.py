@@ -141,21 +141,26 @@ def test_a_warm_start_is_a_function_of_its_config(
       tiny.params_of(agent.model)['embedding']['embedding'])
   # A run keeps it in its own folder and in one that runs share.
   chosen = config(cache_dir=str(tmp_path / 'shared'))
-  loaded = warm_start.load(chosen, agent, tmp_path / 'one')
+  load = lambda folder: warm_start.load(
+      chosen, agent, tmp_path / folder,
+      jax.tree.map(jnp.copy, tiny.params_of(agent.model)), {})
+  loaded = load('one')
   monkeypatch.setattr(warm_start, 'train', None)  # Is not called again.
   for folder in ('one', 'two'):
-    again = warm_start.load(chosen, agent, tmp_path / folder)
-    jax.tree.map(np.testing.assert_array_equal, again, loaded)
+    jax.tree.map(np.testing.assert_array_equal, load(folder), loaded)
 
 
 def test_the_fingerprint_tells_what_a_warm_start_depends_on(agent):
-  name = warm_start.fingerprint(config(), agent)
+  name = warm_start.fingerprint(config(), agent, {})
   for field, value in (
       ('seed', 1), ('width', 32), ('warm_start_batch', 3), ('env_seed', 1),
       ('warm_start_noise', 0.2), ('max_turns', 41)):
-    assert warm_start.fingerprint(config(**{field: value}), agent) != name
+    other = config(**{field: value})
+    assert warm_start.fingerprint(other, agent, {}) != name
   for field, value in (('algorithm', 'grpo'), ('updates', 9), ('workdir', 'x')):
-    assert warm_start.fingerprint(config(**{field: value}), agent) == name
+    other = config(**{field: value})
+    assert warm_start.fingerprint(other, agent, {}) == name
+  assert warm_start.fingerprint(config(), agent, {'base': 'other'}) != name
 
 
 # What is kept.

@@ -12,6 +12,7 @@ from bpo_jax import checks
 from bpo_jax.models import transformer
 
 _MAX_SIZE = 2**31 - 1  # Of anything that is counted: an int32.
+_MAX_NUMBER = 3.4e38  # Of anything that is measured: a float32.
 _NAMES = {
     'vocab_size': 'vocab_size',
     'width': 'hidden_size',
@@ -127,6 +128,9 @@ def _refuse(values, family):
     if got is not None and got not in allowed:
       raise ValueError(f'{key}: expected {allowed[0]}, got {got!r}')
   layers = values.get('layer_types') or []
+  if not isinstance(layers, list):
+    raise ValueError(
+        f'layer_types: expected a list of kinds of attention, got {layers!r}')
   other = [kind for kind in layers if kind != 'full_attention']
   if other:
     raise ValueError(
@@ -157,10 +161,16 @@ def _rope_scaling(rope) -> transformer.RopeScaling | None:
   checks.one_of('rope_type', rope['rope_type'], ('default', 'llama3'))
   if rope['rope_type'] == 'default':
     return None
+  low, high = (
+      _number(rope, key) for key in ('low_freq_factor', 'high_freq_factor'))
+  if low >= high:
+    raise ValueError(
+        f'low_freq_factor: expected less than high_freq_factor {high}, got'
+        f' {low}')
   return transformer.RopeScaling(
       factor=_number(rope, 'factor'),
-      low_frequency_factor=_number(rope, 'low_freq_factor'),
-      high_frequency_factor=_number(rope, 'high_freq_factor'),
+      low_frequency_factor=low,
+      high_frequency_factor=high,
       original_positions=_size(rope, 'original_max_position_embeddings'),
   )
 
@@ -188,8 +198,11 @@ def _size(values, key, default=None) -> int:
 
 def _number(values, key) -> float:
   got = values.get(key)
-  if type(got) not in (int, float) or not 0 < got < float('inf'):
-    raise ValueError(f'{key}: expected a positive number, got {got!r}')
+  # Compared before it is made a float, which a long integer may not become.
+  if type(got) not in (int, float) or not 0 < got <= _MAX_NUMBER:
+    raise ValueError(
+        f'{key}: expected a positive number up to {_MAX_NUMBER}, got'
+        f' {got!r:.100}')
   return float(got)
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from bpo_jax import checks
 from bpo_jax import tokenizers
 from bpo_jax.models import architectures
+from bpo_jax.models import directories
 from bpo_jax.models import hugging_face
 from bpo_jax.models import transformer
 
@@ -112,6 +113,7 @@ def load(
 def cached_directory(
     path: str | os.PathLike[str],
     cache_dir: str | os.PathLike[str] | None = None,
+    chat: bool = False,
 ) -> pathlib.Path:
   """Returns a Hugging Face directory of the file, made at the first call.
 
@@ -119,6 +121,7 @@ def cached_directory(
     path: the file; one that has changed gets another directory.
     cache_dir: holds the directories; None for `bpo_jax/gguf` in the user's
       cache.
+    chat: whether a file without a chat template is refused.
   """
   path = pathlib.Path(path)
   _check_is_file(path)
@@ -128,7 +131,7 @@ def cached_directory(
   directory = _cache(cache_dir) / f'{path.stem}-{digest}'
   if not directory.is_dir():
     try:
-      to_directory(path, directory)
+      to_directory(path, directory, chat)
     except (OSError, ValueError):
       if not directory.is_dir():  # Else another process was faster.
         raise
@@ -143,7 +146,9 @@ def _cache(cache_dir) -> pathlib.Path:
 
 
 def to_directory(
-    path: str | os.PathLike[str], out: str | os.PathLike[str]
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    chat: bool = False,
 ) -> None:
   """Writes a GGUF file as a Hugging Face directory, all of it or nothing.
 
@@ -153,11 +158,13 @@ def to_directory(
   Args:
     path: the file.
     out: a path that is free, or an empty folder.
+    chat: whether a file without a chat template is refused.
 
   Raises:
     ImportError: if the extra "gguf" is not installed.
     ValueError: if the file is cut short or none, of an architecture or with a
-      tokenizer we do not have, or holds other tensors than its sizes call for.
+      tokenizer we do not have, or holds other tensors than its sizes call for,
+      or numbers that are not finite.
   """
   path = pathlib.Path(path)
   _check_is_file(path)
@@ -166,7 +173,8 @@ def to_directory(
   config = architectures.from_json(values, str(path))
   tensors = _tensors(gguf, config)
   _check_tokenizer(gguf, config.vocab_size)
-  with hugging_face.whole_directory(out) as folder:
+  _check_template(gguf, chat)
+  with directories.whole(out) as folder:
     _write_tokenizer(gguf, folder)
     hugging_face.write(folder, values, tensors)
 
@@ -374,7 +382,8 @@ def _tensors(
     heads = {'q_proj': config.num_heads, 'k_proj': config.num_kv_heads}.get(
         name.split('.')[-2])
     tensors[name] = hugging_face.Tensor(
-        shape, functools.partial(_dequantise, gguf.path, stored, heads))
+        shape, functools.partial(
+            _dequantise, gguf.path, theirs, stored, heads))
     rest.remove(theirs)
   if rest:
     raise ValueError(
@@ -391,7 +400,9 @@ def _name(name: str) -> str:
   return f'blk.{layer}.{_BLOCK_NAMES[rest]}'
 
 
-def _dequantise(path, stored: _Stored, heads: int | None) -> np.ndarray:
+def _dequantise(
+    path: pathlib.Path, name: str, stored: _Stored, heads: int | None
+) -> np.ndarray:
   """Returns a tensor in float32, as Hugging Face lays it out.
 
   llama.cpp turns neighbouring features of a head together, the network those
@@ -402,6 +413,7 @@ def _dequantise(path, stored: _Stored, heads: int | None) -> np.ndarray:
     data = np.frombuffer(file.read(stored.num_bytes), np.uint8)
   rows = data.reshape(*stored.shape[:-1], -1)
   x = _library().dequantize(rows, stored.kind).reshape(stored.shape)
+  hugging_face.check_finite(f'{path}: {name}', x)
   if heads is not None:
     x = x.reshape(heads, -1, 2, stored.shape[-1]).swapaxes(1, 2)
   return x.reshape(stored.shape).astype(np.float32)
@@ -412,7 +424,7 @@ def _dequantise(path, stored: _Stored, heads: int | None) -> np.ndarray:
 
 def _special_ids(gguf: _Gguf) -> dict[str, int]:
   """Returns the ids of special tokens under the keys of config.json."""
-  size = len(gguf.fields.get('tokenizer.ggml.tokens', ()))
+  size = len(_texts(gguf, 'tokens'))
   ids = {}
   for key, name in (('bos', 'bos'), ('eos', 'eos'), ('pad', 'padding')):
     id_ = gguf.fields.get(f'tokenizer.ggml.{name}_token_id')
@@ -429,12 +441,37 @@ def _check_tokenizer(gguf: _Gguf, vocab_size: int) -> None:
   """Raises ValueError unless the tokenizer is of our kind, and fits."""
   checks.one_of(f'{gguf.path}: tokenizer.ggml.model',
                 gguf.fields.get('tokenizer.ggml.model'), ('gpt2',))
-  tokens = gguf.fields.get('tokenizer.ggml.tokens')
-  if not isinstance(tokens, list) or len(tokens) > vocab_size:
-    got = len(tokens) if isinstance(tokens, list) else repr(tokens)
+  tokens = _texts(gguf, 'tokens')
+  if len(tokens) > vocab_size:
     raise ValueError(
         f'{gguf.path}: tokenizer.ggml.tokens: expected at most {vocab_size},'
-        f' the rows of the embedding, got {got}')
+        f' the rows of the embedding, got {len(tokens)}')
+  known = set(tokens)
+  for merge in _texts(gguf, 'merges', ()):
+    left, space, right = merge.partition(' ')
+    if not space or not known.issuperset((left, right, left + right)):
+      raise ValueError(
+          f'{gguf.path}: tokenizer.ggml.merges: expected two tokens with a'
+          f' space between that make a third, got {merge!r:.100}')
+
+
+def _texts(gguf: _Gguf, name: str, default: Any = None) -> list[str]:
+  """Returns the texts that a field of the tokenizer lists."""
+  found = gguf.fields.get(f'tokenizer.ggml.{name}', default)
+  if not isinstance(found, (list, tuple)) or not all(
+      isinstance(text, str) for text in found):
+    raise ValueError(
+        f'{gguf.path}: tokenizer.ggml.{name}: expected a list of texts, got'
+        f' {found!r:.100}')
+  return found
+
+
+def _check_template(gguf: _Gguf, wanted: bool) -> None:
+  template = gguf.fields.get('tokenizer.chat_template')
+  if not isinstance(template, str) and (wanted or template is not None):
+    raise ValueError(
+        f'{gguf.path}: tokenizer.chat_template: expected a chat template, got'
+        f' {template!r:.100}; a base model has none: give its instruct variant')
 
 
 def _write_tokenizer(gguf: _Gguf, folder: pathlib.Path) -> None:
@@ -444,7 +481,7 @@ def _write_tokenizer(gguf: _Gguf, folder: pathlib.Path) -> None:
   begins = ids.get('bos_token_id') if field('add_bos_token') else None
   try:
     tokenizers.write_json(
-        folder / 'tokenizer.json', tokens, field('merges') or (),
+        folder / 'tokenizer.json', tokens, _texts(gguf, 'merges', ()),
         field('token_type'), field('pre'), bos_id=begins)
   except (ValueError, TypeError) as error:
     raise ValueError(

@@ -18,7 +18,6 @@ import math
 import os
 import pathlib
 import shutil
-import tempfile
 from typing import Any, NamedTuple
 
 from flax import traverse_util
@@ -28,6 +27,7 @@ import numpy as np
 
 from bpo_jax import checks
 from bpo_jax.models import architectures
+from bpo_jax.models import directories
 from bpo_jax.models import transformer
 from bpo_jax.tokenizers import hugging_face as tokenizer_files
 
@@ -156,8 +156,8 @@ def load(
 
   Raises:
     ValueError: if a file is missing, cut short or no such file; if the
-      architecture is not one we have; if a tensor is missing, unexpected or of
-      another shape.
+      architecture is not one we have; if a tensor is missing, unexpected, there
+      twice, of another shape or not finite.
   """
   directory = pathlib.Path(directory)
   config = read_config(directory, **overrides)
@@ -167,6 +167,8 @@ def load(
     _check_tensors(directory, config, leaves, tensors)
     head = _read_value_head(directory, config)
     flat = {leaf.path: _read_leaf(leaf, tensors) for leaf in leaves}
+    if config.tied and _LM_HEAD in tensors:
+      _check_tied(flat['embedding', 'embedding'], *tensors[_LM_HEAD])
   params = traverse_util.unflatten_dict(flat)
   return config, {**params, 'value_head': head} if head else params
 
@@ -186,6 +188,13 @@ def read_config(
   return dataclasses.replace(config, **overrides)
 
 
+def max_positions(directory: str | os.PathLike[str]) -> int | None:
+  """Returns how many tokens a model was made for; None if it does not say."""
+  values = tokenizer_files.read_json(pathlib.Path(directory, _CONFIG))
+  found = values.get('max_position_embeddings')
+  return found if type(found) is int else None
+
+
 def _open_all(directory, stack) -> dict[str, tuple[pathlib.Path, Any]]:
   """Returns the file and the unread slice of every tensor, without "model."."""
   tensors = {}
@@ -197,7 +206,12 @@ def _open_all(directory, stack) -> dict[str, tuple[pathlib.Path, Any]]:
           f'{path}: expected the tensors that {_INDEX} lists, got none named'
           f' {_some(listed - names)}')
     for name in sorted(names):
-      tensors[name.removeprefix('model.')] = path, file.get_slice(name)
+      short = name.removeprefix('model.')
+      if short in tensors:
+        raise ValueError(
+            f'{path}: {name}: expected each tensor once, with or without the'
+            f' prefix "model.", got another in {tensors[short][0].name}')
+      tensors[short] = path, file.get_slice(name)
   return tensors
 
 
@@ -286,6 +300,9 @@ def _check_tensors(directory, config, leaves, tensors):
   known = {name for leaf in leaves for name in leaf.names()}
   if config.tied:
     known.add(_LM_HEAD)  # A second copy of the embedding.
+    if _LM_HEAD in tensors:
+      shape = config.vocab_size, config.width
+      _check_tensor(_LM_HEAD, shape, *tensors[_LM_HEAD])
   # Older files keep the wavelengths of RoPE, which follow from the config.
   other = {name for name in tensors
            if name not in known and not name.endswith('rotary_emb.inv_freq')}
@@ -313,9 +330,29 @@ def _read_leaf(leaf: _Leaf, tensors) -> jax.Array:
   out = np.empty(leaf.shape, np.float32)
   layers = [out] if leaf.num_layers is None else out
   for name, layer in zip(leaf.names(), layers):
-    tensor = tensors[name][1][:].astype(np.float32, copy=False)
+    path, stored = tensors[name]
+    tensor = stored[:].astype(np.float32, copy=False)
+    check_finite(f'{path}: {name}', tensor)
     layer[...] = tensor.T if leaf.transposed else tensor
   return jnp.asarray(out)
+
+
+def check_finite(name: str, tensor: np.ndarray) -> None:
+  """Raises ValueError if a tensor has a NaN or an infinity in it."""
+  bad = tensor.size - np.count_nonzero(np.isfinite(tensor))
+  if bad:
+    raise ValueError(
+        f'{name}: expected finite numbers, got {bad} of {tensor.size} that are'
+        ' not; a run that diverged, or a damaged file, has such weights')
+
+
+def _check_tied(embedding, path, stored) -> None:
+  """Raises ValueError unless the logits' own matrix is the embedding."""
+  if not np.array_equal(stored[:].astype(np.float32), embedding):
+    raise ValueError(
+        f'{path}: {_LM_HEAD}: expected the values of the embedding, for'
+        f' {_CONFIG} ties the two, got others; set tie_word_embeddings: false'
+        ' there if it is a matrix of its own, or take the tensor out')
 
 
 def _read_value_head(directory, config) -> dict[str, jax.Array]:
@@ -332,6 +369,7 @@ def _read_value_head(directory, config) -> dict[str, jax.Array]:
           raise ValueError(f'{path}: expected a tensor {name}, got none')
         _check_tensor(name, zeros.shape, path, file.get_slice(name))
         head[name] = file.get_tensor(name).astype(np.float32)
+        check_finite(f'{path}: {name}', head[name])
   return {name: jnp.asarray(leaf) for name, leaf in head.items()}
 
 
@@ -365,7 +403,7 @@ def save(
   Raises:
     ValueError: if the directory is taken, `like` is no model directory, the
       config has adapters or is of no published architecture, or the parameters
-      are not of the config.
+      are not of the config or not finite.
   """
   checks.one_of('dtype', dtype, ('float32', 'bfloat16'))
   if config.lora is not None:
@@ -379,7 +417,7 @@ def save(
   if like is not None:
     kept = tokenizer_files.read_json(pathlib.Path(like, _CONFIG))
     values |= {key: kept[key] for key in _KEPT_KEYS if key in kept}
-  with whole_directory(directory) as folder:
+  with directories.whole(directory) as folder:
     write(folder, values, _tensors(config, params), dtype, shard_bytes)
     if head is not None:
       _save_file({n: np.asarray(x, np.float32) for n, x in head.items()},
@@ -394,13 +432,15 @@ def _check_params(config, params):
   if config.value_head:
     expected |= {('value_head', 'kernel'): (config.width, 1),
                  ('value_head', 'bias'): (1,)}
-  given = {path: tuple(leaf.shape) for path, leaf in
-           traverse_util.flatten_dict(params).items()}
+  flat = traverse_util.flatten_dict(params)
+  given = {path: tuple(leaf.shape) for path, leaf in flat.items()}
   for path in sorted(expected.keys() | given.keys()):
     if expected.get(path) != given.get(path):
       raise ValueError(
           f'params: {"/".join(path)}: expected shape {expected.get(path)} as'
           f' the config has it, got {given.get(path)}')
+  for path, leaf in flat.items():
+    check_finite(f'params: {"/".join(path)}', np.asarray(leaf))
 
 
 def _unscaled(config, params):
@@ -428,34 +468,6 @@ def _tensors(config, params) -> dict[str, Tensor]:
 def _layer_of(leaf: _Leaf, layer: int, array) -> np.ndarray:
   array = np.asarray(array if leaf.num_layers is None else array[layer])
   return array.T if leaf.transposed else array
-
-
-@contextlib.contextmanager
-def whole_directory(
-    directory: str | os.PathLike[str]
-) -> Iterator[pathlib.Path]:
-  """Yields a folder that gets its name once all is written, never before.
-
-  Raises:
-    ValueError: if something is there under that name.
-  """
-  directory = pathlib.Path(directory)
-  if directory.exists() and (
-      not directory.is_dir() or any(directory.iterdir())):
-    raise ValueError(
-        f'{directory}: expected a path that is free or an empty folder, got one'
-        ' with something in it; name another')
-  directory.parent.mkdir(parents=True, exist_ok=True)
-  with tempfile.TemporaryDirectory(
-      prefix=f'.{directory.name}-', dir=directory.parent) as staging:
-    folder = pathlib.Path(staging, directory.name)
-    folder.mkdir()
-    yield folder
-    for path in folder.rglob('*'):
-      if path.is_file():
-        with path.open('rb') as file:
-          os.fsync(file.fileno())
-    folder.rename(directory)
 
 
 def write(

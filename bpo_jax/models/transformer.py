@@ -147,8 +147,8 @@ class KeyValues(NamedTuple):
   Where layers are not scanned, tuples of as many [R, G, S, head_dim].
   """
 
-  keys: jax.Array  # [layers, R, G, S, head_dim] float32
-  values: jax.Array  # [layers, R, G, S, head_dim] float32
+  keys: jax.Array  # [layers, R, G, S, head_dim] of the config's dtype
+  values: jax.Array  # [layers, R, G, S, head_dim] of the config's dtype
 
 
 def rope_frequencies(config: TransformerConfig) -> np.ndarray:
@@ -210,13 +210,30 @@ def rotate(
   ).astype(x.dtype)
 
 
+def _rounded(x: jax.Array) -> jax.Array:
+  """Returns `x` in the digits of its dtype, which XLA may not.
+
+  Where one program both makes a bfloat16 array and reads it as float32, XLA
+  leaves out the rounding in between. A cache is rounded: so must be the keys
+  that a learner attends to.
+  """
+  if x.dtype == jnp.float32:
+    return x
+  digits = jnp.finfo(x.dtype)
+  wide = x.astype(jnp.float32)
+  return jax.lax.reduce_precision(
+      wide, digits.nexp, digits.nmant).astype(x.dtype)
+
+
 def attend(
     queries: jax.Array,
     sources: list[tuple[jax.Array, jax.Array, jax.Array]],
 ) -> jax.Array:
   """Grouped-head attention over several sources of keys as if concatenated.
 
-  Only the scores are concatenated: a long cache is read where it lies.
+  Only the scores are concatenated: a long cache is read where it lies. Scores,
+  softmax and weights are float32 whatever the dtype, as in `attention.attend`:
+  what is sampled and what is trained then differ by float32 rounding alone.
 
   Args:
     queries: [R, H, C, head_dim].
@@ -229,14 +246,13 @@ def attend(
   rows, heads, chunk, dim = queries.shape
   groups = sources[0][0].shape[1]
   grouped = queries.reshape(rows, groups, heads // groups * chunk, dim)
-  grouped = grouped * dim**-0.5
   scores = []
   for keys, _, mask in sources:
-    score = jnp.einsum('rgqd,rgsd->rgqs', grouped, keys)
+    # Scaled once they are float32, since queries of bfloat16 would be rounded.
+    score = dim**-0.5 * jnp.einsum(
+        'rgqd,rgsd->rgqs', grouped, keys, preferred_element_type=jnp.float32)
     score = score.reshape(rows, groups, heads // groups, chunk, -1)
-    scores.append(
-        jnp.where(mask[:, None, None], score.astype(jnp.float32), MASKED_SCORE)
-    )
+    scores.append(jnp.where(mask[:, None, None], score, MASKED_SCORE))
   weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
   weights = weights.reshape(rows, groups, heads // groups * chunk, -1)
   out, start = 0.0, 0
@@ -303,6 +319,7 @@ class Attention(nn.Module):
 
     queries, keys = turned('query', c.num_heads), turned('key', c.num_kv_heads)
     values = heads('value', c.num_kv_heads)
+    queries, keys, values = map(_rounded, (queries, keys, values))
     if isinstance(mask, attention.Ancestors):
       out = attention.attend_parted(self.mesh, queries, keys, values, mask)
     else:
