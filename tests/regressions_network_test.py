@@ -36,6 +36,7 @@ class Bigram:
   """A policy network whose logits are the row of the last token."""
 
   config = python_types.SimpleNamespace(value_head=False)
+  mesh = None
 
   def apply(self, variables, inputs=None, *_, method=None):
     if method == 'unembedding':
