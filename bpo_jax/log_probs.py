@@ -108,6 +108,8 @@ def _check(hidden, unembedding, tokens, allowed, temperature, chunk):
     raise ValueError(f'hidden: expected shape [..., P, D], got {hidden.shape}')
   vocab_size = len(unembedding)
   checks.shape('unembedding', unembedding, (vocab_size, hidden.shape[-1]))
+  if not vocab_size:
+    raise ValueError('unembedding: expected a token at least, got none')
   checks.shape('tokens', tokens, hidden.shape[:-1])
   if allowed is not None:
     if vocab_size % _WORD:

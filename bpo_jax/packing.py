@@ -108,6 +108,7 @@ def pack(
   if row_length is None:
     longest = int(order.until.max(initial=0))
     row_length = longest if layout == 'paths' else _row_length(order)
+  checks.whole('row_length', row_length, low=0)
   _check_paths(order, row_length, tree.tokens.shape[1])
   if layout == 'paths':
     rows = [[path] for path in layouts.paths(order)]
@@ -238,11 +239,16 @@ def micro_batches(
     Batches that together train what `rows` do.
 
   Raises:
-    ValueError: if the rows are those of a micro-batch.
+    ValueError: if the rows are those of a micro-batch, or a number is not whole
+      and positive.
   """
   if rows.trained is not None:
     raise ValueError(
         'expected rows as by pack, got those of a micro-batch; split once')
+  checks.whole('max_tokens', max_tokens)
+  checks.whole('num_shards', num_shards)
+  if bucket is not None:
+    checks.whole('bucket', bucket)
   lengths = rows.token_mask.sum(axis=1)
   order = np.argsort(-lengths, kind='stable')
   order = order[rows.action_mask[order].any(axis=1)]

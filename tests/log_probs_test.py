@@ -350,6 +350,8 @@ def test_sharded_rows_stay_where_they_are():
     (dict(tokens=np.zeros((2, 6), np.int32)), r'tokens: .*\(2, 7\).*\(2, 6\)'),
     (dict(unembedding=np.zeros((96, 4), np.float32)),
      r'unembedding: .*\(96, 5\).*\(96, 4\)'),
+    (dict(unembedding=np.zeros((0, 5), np.float32)),
+     'unembedding: expected a token at least, got none'),
     (dict(allowed=np.zeros((2, 7, 2), np.uint32)), r'allowed: .*\(2, 7, 3\)'),
     (dict(allowed=np.zeros((2, 7, 2), np.uint32),
           unembedding=np.zeros((70, 5), np.float32)), 'multiple of 32.*70'),

@@ -104,6 +104,10 @@ def test_a_base_of_another_network_is_refused():
 
 @pytest.mark.parametrize('fields, message', [
     ({'rank': 0, 'alpha': 1.0}, 'at least 1'),
+    ({'rank': 2.5, 'alpha': 1.0}, 'rank: expected a whole number, got 2.5'),
+    ({'rank': 1, 'alpha': float('nan')}, 'alpha: expected a finite number'),
+    ({'rank': 1, 'alpha': 0.0}, 'alpha: expected a positive number'),
+    ({'rank': 1, 'alpha': 1.0, 'targets': ()}, 'targets: .* got none'),
     ({'rank': 1, 'alpha': 1.0, 'targets': ('querry',)}, 'mean query')])
 def test_wrong_adapters_are_told(fields, message):
   with pytest.raises(ValueError, match=message):

@@ -475,6 +475,22 @@ def test_a_micro_batch_is_not_split_again():
     packing.micro_batches(batch, 64)
 
 
+@pytest.mark.parametrize('numbers', [
+    {'max_tokens': 0}, {'max_tokens': 64.5}, {'bucket': 0}, {'bucket': -32},
+    {'num_shards': 0}, {'num_shards': 1.5}])
+def test_numbers_of_micro_batches_are_whole_and_positive(numbers):
+  _, _, rows = make(4)
+  (name, value), = numbers.items()
+  with pytest.raises(ValueError, match=f'{name}: expected .*got {value}'):
+    packing.micro_batches(rows, **({'max_tokens': 64} | numbers))
+
+
+def test_row_lengths_are_whole():
+  tree, credit, _ = make(4)
+  with pytest.raises(ValueError, match='row_length: expected a whole number'):
+    packing.pack(tree, credit, 1e6)
+
+
 def agent_trees(seed, num_trees=16, num_nodes=64, num_tokens=48):
   """Trees as of agents: observations, short actions, forks of forks."""
   rng = np.random.default_rng(seed)

@@ -74,7 +74,11 @@ class LoraConfig:
   targets: tuple[str, ...] = PROJECTIONS
 
   def __post_init__(self):
-    checks.at_least('rank', self.rank, 1)
+    checks.whole('rank', self.rank)
+    checks.positive('alpha', self.alpha)
+    if not self.targets:
+      raise ValueError(
+          f'targets: expected some of {", ".join(PROJECTIONS)}, got none')
     for target in self.targets:
       checks.one_of('targets', target, PROJECTIONS)
 

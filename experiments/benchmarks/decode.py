@@ -363,6 +363,7 @@ def measure(directory: pathlib.Path, threads: int, batches: Sequence[int],
   except ImportError as error:
     missing.append(f'transformers: not compared, {error}')
   for batch in batches:
+    print(f'measuring batch {batch}', flush=True)
     figures |= compare(ours, theirs, batch, num_new, num_rounds)
   try:
     path = gguf.find_smollm2()
@@ -391,11 +392,13 @@ def main(argv: Sequence[str]) -> None:
     sizes = dict(batches=(1,), num_new=16, num_rounds=2, past=128)
   with tempfile.TemporaryDirectory() as scratch:
     directory, told = find_weights(_MODEL.value, pathlib.Path(scratch))
+    print(told, flush=True)
     figures, missing = measure(directory, _THREADS.value, **sizes)
   if _OUT.value:
     text = json.dumps(figures, indent=2) + '\n'
     pathlib.Path(_OUT.value).write_text(text, encoding='utf-8')
-  print(*(told, *missing), sep='\n')
+  for sentence in missing:
+    print(sentence)
   for name, value in figures.items():
     print(f'{name}: {value:.3g}' if isinstance(value, float)
           else f'{name}: {value}')

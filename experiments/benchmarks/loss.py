@@ -418,6 +418,7 @@ def main(argv: Sequence[str]) -> None:
     num_rows, widths, num_rounds = 2, widths[:1], min(num_rounds, 3)
   figures, absent = {'num_rows': num_rows}, {}
   for width in widths:
+    print(f'measuring width {width}, a few minutes', flush=True)
     batch = make_batch(num_rows, 384, 32_000, width)
     of_width, absent = measure(batch, num_rounds)
     figures |= {f'd{width}_{name}': x for name, x in of_width.items()}
