@@ -7,8 +7,8 @@ for all of it. Here rows are cut in blocks, and a query block looks only at the
 key blocks that its table lists.
 
 Three implementations of one function, `attend`: `reference` is dense, for small
-rows and as the oracle of the others; `block_sparse` is plain JAX, for CPU; the
-kernels of `attention_pallas` are for GPU and TPU.
+rows and as the oracle of the others; `_forward` and `_backward` are plain JAX,
+for CPU; the kernels of `attention_pallas` are for GPU and TPU.
 """
 
 import functools
@@ -99,6 +99,7 @@ def attend(
     values: jax.Array,
     ancestors: Ancestors,
     implementation: Implementation = 'auto',
+    mesh: jax.sharding.Mesh | None = None,
 ) -> jax.Array:
   """Softmax attention of every token over its ancestors and itself.
 
@@ -106,6 +107,14 @@ def attend(
   head h of the queries looks at head h // (H / G) of keys and values. The
   softmax is float32 whatever the dtype. What is not finite stays with the
   tokens that see it.
+
+  With a table as many steps are taken as it has entries, however wide it is,
+  and nothing larger than the scores of a few blocks is kept: the backward pass
+  computes them again from the log sums (FlashAttention 2, arXiv 2307.08691).
+
+  On a mesh each device does its own rows and heads. Left to itself XLA gathers
+  all rows on every device, since it cannot tell that what is sliced by a table
+  lies in the same row; here nothing is exchanged.
 
   Args:
     queries: [R, H, L, D].
@@ -115,6 +124,9 @@ def attend(
     implementation: 'dense', 'blocks' or 'pallas' (interpreted on CPU, slowly),
       or 'auto': without a table dense, with one pallas on GPU and TPU and
       blocks elsewhere.
+    mesh: `data` parts rows, and `model` heads; it must divide the G of the
+      keys. Rows that `data` does not divide are done by all devices. None for
+      one device.
 
   Returns:
     [R, H, L, D] of the queries' dtype. A padding token sees itself alone.
@@ -122,8 +134,18 @@ def attend(
 
   Raises:
     ValueError: if shapes do not agree, or an implementation that needs a table
-      of blocks has none.
+      of blocks has none, or one that does not fit.
   """
+  if mesh is not None:
+    rows = None if len(queries) % mesh.shape['data'] else 'data'
+    heads = jax.P(rows, 'model')
+    return jax.shard_map(
+        functools.partial(attend, implementation=implementation),
+        mesh=mesh,
+        in_specs=(heads, heads, heads, jax.P(rows)),
+        out_specs=heads,
+        check_vma=False,  # Kernels do not say along which axes they vary.
+    )(queries, keys, values, ancestors)
   checks.one_of('implementation', implementation, Implementation)
   _check_shapes(queries, keys, values, ancestors)
   platform = jax.default_backend()
@@ -132,50 +154,10 @@ def attend(
     implementation = 'dense' if ancestors.blocks is None else kernel
   if implementation == 'dense':
     return reference(queries, keys, values, ancestors.end)
-  if implementation == 'blocks':
-    return block_sparse(queries, keys, values, ancestors)
-  if platform not in ('gpu', 'tpu'):
-    platform = 'interpret'
-  return _attend_blocks(platform, queries, keys, values, *_table(ancestors))
-
-
-def attend_parted(
-    mesh: jax.sharding.Mesh | None,
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    ancestors: Ancestors,
-    implementation: Implementation = 'auto',
-) -> jax.Array:
-  """`attend`, of which each device of a mesh does its own rows and heads.
-
-  Left to itself XLA gathers all rows on every device, since it cannot tell that
-  what is sliced by a table lies in the same row. Here nothing is exchanged.
-
-  Args:
-    mesh: `data` parts rows, and `model` heads; it must divide the G of the
-      keys. Rows that `data` does not divide are done by all devices. None for
-      one device.
-    queries: [R, H, L, D].
-    keys: [R, G, L, D].
-    values: [R, G, L, D].
-    ancestors: what each token may look at.
-    implementation: as of `attend`.
-
-  Returns:
-    [R, H, L, D] of the queries' dtype, as by `attend`.
-  """
-  if mesh is None:
-    return attend(queries, keys, values, ancestors, implementation)
-  rows = None if len(queries) % mesh.shape['data'] else 'data'
-  heads = jax.P(rows, 'model')
-  return jax.shard_map(
-      functools.partial(attend, implementation=implementation),
-      mesh=mesh,
-      in_specs=(heads, heads, heads, jax.P(rows)),
-      out_specs=heads,
-      check_vma=False,  # Kernels do not say along which axes they vary.
-  )(queries, keys, values, ancestors)
+  how = 'blocks'
+  if implementation == 'pallas':
+    how = platform if platform in ('gpu', 'tpu') else 'interpret'
+  return _attend_blocks(how, queries, keys, values, *_table(ancestors))
 
 
 def reference(
@@ -209,33 +191,6 @@ def reference(
   weights = jnp.where(mask, jax.nn.softmax(scores, axis=-1), 0.0)
   out = jnp.einsum('rghij,rgjd->rghid', weights, as_float(_finite(values)))
   return out.reshape(queries.shape).astype(queries.dtype)
-
-
-def block_sparse(
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    ancestors: Ancestors,
-) -> jax.Array:
-  """Attention that walks, for each query block, over the key blocks it sees.
-
-  As many steps are taken as the table has entries, however wide it is, and
-  nothing larger than the scores of two blocks is kept: the backward pass
-  computes them again from the log sums (FlashAttention 2, arXiv 2307.08691).
-
-  Args:
-    queries: [R, H, L, D].
-    keys: [R, G, L, D].
-    values: [R, G, L, D].
-    ancestors: with a table of blocks.
-
-  Returns:
-    [R, H, L, D] of the queries' dtype.
-
-  Raises:
-    ValueError: if there is no table, or L is no multiple of its Q.
-  """
-  return _attend_blocks('blocks', queries, keys, values, *_table(ancestors))
 
 
 def _table(ancestors: Ancestors) -> tuple[jax.Array, jax.Array]:
@@ -402,16 +357,23 @@ def _looked_at(layout, n, first, width):
   return layout.key_blocks[n, jnp.maximum(place, 0)], place >= 0
 
 
-def _tile(x, blocks):
-  """[N, G, block, D] to [G, blocks * block, D], the blocks one on another."""
-  return jnp.concatenate([_at(x, k) for k in blocks], axis=1)
+def _tile(x, blocks, axis=1):
+  """[N, G, block, D] to [G, blocks * block, D], the blocks one on another.
+
+  With axis 2, [N, G, D, block] to [G, D, blocks * block].
+  """
+  return jnp.concatenate([_at(x, k) for k in blocks], axis=axis)
 
 
 def _add_tile(x, tile, blocks):
-  """Adds to blocks of `x` what `_tile` would have taken from there."""
-  for k, part in zip(blocks, jnp.split(tile, len(blocks), axis=1)):
-    x = _put(x, _at(x, k) + part, k)
-  return x
+  """Adds to blocks of `x` what `_tile` would have taken from there.
+
+  One block at a time, in a loop: of writes in a row XLA makes copies of all of
+  `x`, and what a step costs would grow with the rows.
+  """
+  parts = jnp.stack(jnp.split(tile, len(blocks), axis=1))
+  add = lambda t, x: _put(x, _at(x, blocks[t]) + parts[t], blocks[t])
+  return lax.fori_loop(0, len(blocks), add, x)
 
 
 def _mask(layout, n, blocks, is_seen, num_queries):
@@ -437,6 +399,7 @@ def _forward(queries, keys, values, end, blocks):
   )
   queries, keys, values = split(queries), split(keys), split(values)
   queries *= shape[-1] ** -0.5
+  keys = keys.swapaxes(2, 3)  # A turned operand costs up to thrice as much.
 
   def query_block(n, result):
     q = _at(queries, n)
@@ -444,7 +407,7 @@ def _forward(queries, keys, values, end, blocks):
     def step(width, first, carry):
       top, total, mixed = carry
       ks, is_seen = _looked_at(layout, n, first, width)
-      scores = jnp.einsum('gid,gjd->gij', q, _tile(keys, ks))
+      scores = jnp.einsum('gid,gdj->gij', q, _tile(keys, ks, axis=2))
       mask = _mask(layout, n, ks, is_seen, q.shape[1])
       scores = jnp.where(mask, scores, MASKED_SCORE)
       new_top = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
@@ -474,8 +437,9 @@ def _backward(
 ):
   """Returns the gradients of `_forward`, as attention_pallas.backward does.
 
-  Scores are kept transposed, [keys, queries]: two of the three products of the
-  gradients then need no turned operand, which costs twice as much on CPU.
+  Scores are [keys, queries] here, and queries, gradients of the output, and
+  the keys that gradients of queries are made of are turned once, before: then
+  no product has a turned operand, which costs up to thrice as much on CPU.
   """
   shapes = queries.shape, keys.shape
   num_blocks = blocks.shape[1]
@@ -486,11 +450,14 @@ def _backward(
   queries, keys, values = split(queries), split(keys), split(values)
   scale = queries.shape[-1] ** -0.5
   queries, cotangent = queries * scale, split(cotangent)
+  turned = [x.swapaxes(2, 3) for x in (queries, cotangent, keys)]
+  turned_queries, turned_cotangent, turned_keys = turned
   log_sums = split(log_sums[..., None]).swapaxes(2, 3)
   deltas = split(deltas[..., None]).swapaxes(2, 3)
 
   def query_block(n, result):
     q, d_out = _at(queries, n), _at(cotangent, n)
+    turned_q, turned_d_out = _at(turned_queries, n), _at(turned_cotangent, n)
     log_sum, delta = _at(log_sums, n), _at(deltas, n)
 
     def step(width, first, carry):
@@ -498,25 +465,27 @@ def _backward(
       ks, is_seen = _looked_at(layout, n, first, width)
       key, value = _tile(keys, ks), _tile(values, ks)
       mask = _mask(layout, n, ks, is_seen, q.shape[1]).T
-      scores = jnp.einsum('gjd,gid->gji', key, q)
+      scores = jnp.einsum('gjd,gdi->gji', key, turned_q)
       weights = jnp.where(mask, jnp.exp(scores - log_sum), 0.0)
-      d_weights = jnp.einsum('gjd,gid->gji', value, d_out)
+      d_weights = jnp.einsum('gjd,gdi->gji', value, turned_d_out)
       d_scores = weights * (d_weights - delta)
       d_key = jnp.einsum('gji,gid->gjd', d_scores, q)
       d_value = jnp.einsum('gji,gid->gjd', weights, d_out)
+      turned_key = _tile(turned_keys, ks, axis=2)
       return (
-          d_q + jnp.einsum('gji,gjd->gid', d_scores, key),
+          d_q + jnp.einsum('gdj,gji->gdi', turned_key, d_scores),
           _add_tile(d_keys, d_key, ks),
           _add_tile(d_values, d_value, ks),
       )
 
     d_queries, *rest = result
-    carry = (jnp.zeros_like(q), *rest)
+    carry = (jnp.zeros_like(turned_q), *rest)
     d_q, *rest = _walk(layout.count[n], step, carry)
     return (_put(d_queries, d_q * scale, n), *rest)
 
-  result = jax.tree.map(jnp.zeros_like, (queries, keys, values))
-  result = lax.fori_loop(0, len(queries), query_block, result)
+  result = jax.tree.map(jnp.zeros_like, (turned_queries, keys, values))
+  turned, *rest = lax.fori_loop(0, len(queries), query_block, result)
+  result = turned.swapaxes(2, 3), *rest
   return tuple(
       _join(x, shape, num_blocks)
       for x, shape in zip(result, (shapes[0], shapes[1], shapes[1]))

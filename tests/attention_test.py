@@ -1,6 +1,7 @@
 """Tests of attention over ancestors, against sets of ancestors spelt out."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -295,8 +296,27 @@ def test_jit_and_vmap_change_nothing(implementation):
   np.testing.assert_allclose(mapped[:, 0], out, atol=1e-6)
 
 
+def test_no_step_copies_all_that_is_added_to():
+  """Else what a step costs would grow with the rows."""
+  length, dim = 1152, 24  # Numbers that no other array has.
+  end = np.full((1, length), length, np.int32)
+  ancestors = attention.Ancestors(end, attention.block_table(end))
+  loss = lambda *x: jnp.sum(jnp.sin(attention.attend(*x, ancestors, 'blocks')))
+  of = jax.ShapeDtypeStruct
+  heads, groups = (of((1, n, length, dim), jnp.float32) for n in (4, 2))
+  text = jax.jit(jax.grad(loss, (0, 1, 2))).lower(
+      heads, groups, groups).compile().as_text()
+  whole = rf'f32\[{length // 128},2,128,{dim}\]'
+  bodies = set(re.findall(r'body=%?([\w.-]+)', text))
+  assert len(bodies) > 4 and re.search(whole, text)
+  for computation in text.split('\n\n'):
+    name = re.match(r'\s*(?:ENTRY )?%?([\w.-]+)', computation)
+    if name and name[1] in bodies:
+      assert not re.findall(whole + r'\S* copy\(.*', computation), name[1]
+
+
 def _rematerialised(ancestors, **options):
-  attend = jax.checkpoint(attention.block_sparse, **options)
+  attend = jax.checkpoint(attention.attend, **options)
   loss = lambda *x: jnp.sum(jnp.sin(attend(*x, ancestors)))
   return jax.grad(loss, (0, 1, 2))
 
@@ -304,7 +324,7 @@ def _rematerialised(ancestors, **options):
 def test_remat_changes_nothing():
   *arrays, _ = random_arrays(4)
   ancestors = make_ancestors(random_parents(4))
-  out = attention.block_sparse(*arrays, ancestors)
+  out = attention.attend(*arrays, ancestors, 'blocks')
   plain = run(*arrays, jnp.cos(out), ancestors, 'blocks')[1:]
   again = jax.jit(_rematerialised(ancestors))(*arrays)
   for got, want in zip(again, plain):
@@ -405,10 +425,9 @@ def test_bad_input(changes, message):
 def test_auto_takes_the_table_where_there_is_one(monkeypatch):
   given = _bad()
   given['implementation'] = 'auto'
-  monkeypatch.setattr(attention, 'block_sparse', lambda *_: 'blocks')
   monkeypatch.setattr(attention, 'reference', lambda *_: 'dense')
   monkeypatch.setattr(
-      attention, '_attend_blocks', lambda platform, *_: platform)
+      attention, '_attend_blocks', lambda how, *_: how)
   assert attention.attend(**given) == 'blocks'
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
   assert attention.attend(**given) == 'gpu'

@@ -28,10 +28,6 @@ import numpy as np
 from bpo_jax import attention
 from bpo_jax import checks
 
-# Not -inf: a row whose every key is masked would become NaN in the softmax.
-MASKED_SCORE = -1e30
-
-
 # What a block's backward pass finds again in memory, see `TransformerConfig`.
 Remat = Literal['none', 'matmuls', 'block']
 
@@ -256,7 +252,7 @@ def attend(
     score = dim**-0.5 * jnp.einsum(
         'rgqd,rgsd->rgqs', grouped, keys, preferred_element_type=jnp.float32)
     score = score.reshape(rows, groups, heads // groups, chunk, -1)
-    scores.append(jnp.where(mask[:, None, None], score, MASKED_SCORE))
+    scores.append(jnp.where(mask[:, None, None], score, attention.MASKED_SCORE))
   weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
   weights = weights.reshape(rows, groups, heads // groups * chunk, -1)
   out, start = 0.0, 0
@@ -325,7 +321,8 @@ class Attention(nn.Module):
     values = heads('value', c.num_kv_heads)
     queries, keys, values = map(_rounded, (queries, keys, values))
     if isinstance(mask, attention.Ancestors):
-      out = attention.attend_parted(self.mesh, queries, keys, values, mask)
+      out = attention.attend(
+          queries, keys, values, mask, mesh=self.mesh)
     else:
       sources = [(*kv, m) for kv, m in zip(past, past_masks)]
       out = attend(queries, [*sources, (keys, values, mask)])
