@@ -11,7 +11,6 @@ Markdown. The figure needs matplotlib (extra `plot`).
 from collections.abc import Sequence
 import csv
 import dataclasses
-import importlib
 import json
 import pathlib
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 
 from bpo_jax import metrics
 from experiments import config_flags
+from experiments import figures
 from experiments.config_fields import check
 from experiments.config_fields import field
 
@@ -130,16 +130,8 @@ def draw(curves: Sequence[Curve], path: str) -> None:
   Raises:
     ImportError: if matplotlib is not installed.
   """
-  try:
-    matplotlib = importlib.import_module('matplotlib')
-    matplotlib.use('Agg')
-    plt = importlib.import_module('matplotlib.pyplot')
-  except ImportError as error:
-    raise ImportError(
-        "figures need matplotlib: pip install -e '.[plot]' in the clone, or"
-        ' leave --out out'
-    ) from error
-  figure, axes = plt.subplots(figsize=(6.4, 4.0), layout='constrained')
+  figure = figures.load().Figure(figsize=(6.4, 4.0), layout='constrained')
+  axes = figure.subplots()
   for curve in curves:
     line, = axes.plot(curve.steps, 100 * curve.success, label=curve.label)
     for name, place in (('before', 0), ('after', curve.result['steps'])):
@@ -167,6 +159,7 @@ def main(argv: Sequence[str]) -> None:
   try:
     if config.out is not None:
       metrics.check_writable(config.out)
+      figures.load()
     curves = [read_curve(name, config.window) for name in config.workdirs]
     print(markdown(curves))
     if config.out is not None:

@@ -20,7 +20,6 @@ from concurrent import futures
 import csv
 import dataclasses
 import functools
-import importlib
 import io
 import itertools
 import pathlib
@@ -36,6 +35,7 @@ from bpo_jax import types
 from experiments import config_flags
 from experiments import enumerable
 from experiments import exact_noise
+from experiments import figures
 from experiments import theory_methods
 from experiments.config_fields import check
 from experiments.config_fields import field
@@ -413,21 +413,13 @@ def draw(rows: Sequence[theory_methods.Measurement], path: pathlib.Path
   Raises:
     ImportError: if matplotlib is not installed.
   """
-  try:
-    matplotlib = importlib.import_module('matplotlib')
-    matplotlib.use('Agg')
-    plt = importlib.import_module('matplotlib.pyplot')
-  except ImportError as error:
-    raise ImportError(
-        "the figure needs matplotlib: pip install -e '.[plot]' in the clone, "
-        'or leave --out out') from error
   tasks = list(dict.fromkeys(row.task for row in rows))
   order = sorted((row for row in rows if row.task == tasks[0]),
                  key=lambda row: -row.cost)
   place = {row.method: i for i, row in enumerate(order)}
-  figure, (left, right) = plt.subplots(
-      1, 2, sharey=True, figsize=(9, 1.5 + 0.22 * len(place)),
-      layout='constrained')
+  figure = figures.load().Figure(
+      figsize=(9, 1.5 + 0.22 * len(place)), layout='constrained')
+  left, right = figure.subplots(1, 2, sharey=True)
   for shift, task in enumerate(tasks):
     mine = [row for row in rows if row.task == task and row.method in place]
     y = [place[row.method] + 0.3 * shift for row in mine]
@@ -448,7 +440,16 @@ def draw(rows: Sequence[theory_methods.Measurement], path: pathlib.Path
     axes.grid(alpha=0.3)
   right.legend(frameon=False)
   figure.savefig(path, dpi=120)
-  plt.close(figure)
+
+
+def _can_draw() -> bool:
+  """Returns whether there can be a figure, and says why not."""
+  try:
+    figures.load()
+  except ImportError as error:
+    print(f'no {_FIGURE}: {error}', flush=True)
+    return False
+  return True
 
 
 def write(out: str | pathlib.Path,
@@ -468,10 +469,8 @@ def write(out: str | pathlib.Path,
   for name, table in zip(_TABLES, tables, strict=True):
     write_csv(folder / name, *table)
   sampled = [row for row in rows if row.task != _EXACT]
-  try:
+  if _can_draw():
     draw(sampled, folder / _FIGURE)
-  except ImportError as error:
-    print(f'no {_FIGURE}: {error}')
 
 
 def run(config: TheoryConfig) -> int:
@@ -485,6 +484,7 @@ def run(config: TheoryConfig) -> int:
   if config.out is not None:
     for name in (*_TABLES, _FIGURE):
       metrics.check_writable(pathlib.Path(config.out) / name)
+    _can_draw()  # Told before the work, not only after it.
   claims = list(theorem_claims())
   progress('theorems')
   rows = [*enumerate_methods(progress), *sample_methods(config, progress)]

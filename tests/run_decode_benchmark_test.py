@@ -13,10 +13,11 @@ import pytest
 from bpo_jax import sampling
 from bpo_jax.models import transformer
 from experiments.benchmarks import decode as benchmark
+from experiments.benchmarks import workloads
 
 NEW = 3
 SMALL = dataclasses.replace(
-    benchmark.SMOLLM2, vocab_size=64, width=16, num_layers=2, num_heads=4,
+    workloads.SMOLLM2, vocab_size=64, width=16, num_layers=2, num_heads=4,
     num_kv_heads=2, head_dim=4, mlp_width=24)
 
 

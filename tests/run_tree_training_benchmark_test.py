@@ -1,17 +1,23 @@
 """The benchmarks of training each token once: trees, bars, shares, figure."""
 
+import dataclasses
 import json
 
+from absl import app
 from absl import flags
 from absl.testing import flagsaver
+import jax
 import numpy as np
 import pytest
 import tiny_agents as tiny
 
 from bpo_jax import learner
 from bpo_jax import packing
+from bpo_jax.models import transformer
+from experiments import figures as figures_lib
 from experiments.benchmarks import train_step
 from experiments.benchmarks import tree_training as benchmark
+from experiments.benchmarks import workloads
 
 NETWORK = tiny.model(num_layers=1).config
 
@@ -19,10 +25,10 @@ NETWORK = tiny.model(num_layers=1).config
 @pytest.mark.parametrize(
     'case', benchmark.CASES + benchmark.SWEEP, ids=lambda case: case.name)
 def test_trees_share_what_the_case_says(case):
-  tree = benchmark.make_trees(case, vocab_size=100)
+  tree = workloads.make_trees(case, vocab_size=100)
   tree.validate()
   assert packing.sharing_ratio(tree) == pytest.approx(case.sharing, rel=0.08)
-  credit = benchmark.make_credit(tree)
+  credit = workloads.make_credit(tree)
   paths = packing.pack(tree, credit, layout='paths')
   lengths = paths.token_mask.sum(axis=1)
   assert lengths.mean() == pytest.approx(case.length, rel=0.15)
@@ -32,12 +38,12 @@ def test_trees_share_what_the_case_says(case):
 
 def test_a_sharing_that_no_tree_has_is_refused():
   with pytest.raises(ValueError, match='sharing = 1.01: no tree'):
-    benchmark.make_trees(benchmark.Case('small', 1.01, depth=4), 100)
+    workloads.make_trees(workloads.Case('small', 1.01, depth=4), 100)
 
 
 def test_both_sides_have_the_same_gradient(monkeypatch):
-  monkeypatch.setitem(benchmark.SIZES, 'small', NETWORK)
-  case = benchmark.Case('small', 2.3, length=96, num_trees=2)
+  monkeypatch.setitem(workloads.SIZES, 'small', NETWORK)
+  case = workloads.Case('small', 2.3, length=96, num_trees=2)
   figures = benchmark.measure(case, rounds=1)
   of = lambda name: figures[f'{case.name}/{name}']
   assert of('gradient_difference') < 1e-5
@@ -52,7 +58,7 @@ def test_both_sides_have_the_same_gradient(monkeypatch):
     (0, 'share_of_sharing', 0.89), (1, 'ratio', 0.94),
     (0, 'gradient_difference', 2e-4), (1, 'gradient_difference', float('nan'))])
 def test_each_bar_is_told(case, name, value):
-  cases = [benchmark.Case('small', sharing) for sharing in (2.3, 1.0)]
+  cases = [workloads.Case('small', sharing) for sharing in (2.3, 1.0)]
   good = {'sharing': 2.3, 'share_of_sharing': 0.9, 'ratio': 0.95,
           'gradient_difference': 0.0}
   figures = {f'{each.name}/{k}': v for each in cases for k, v in good.items()}
@@ -97,9 +103,9 @@ def test_main_tells_figures_and_verdict(tmp_path, capsys, monkeypatch):
 
 
 def test_needed_products_are_those_of_one_token_after_another():
-  tree = benchmark.make_trees(
-      benchmark.Case('small', 2.3, length=48, num_trees=1), 50)
-  batches = learner.make_batches(tree, benchmark.make_credit(tree), 512)
+  tree = workloads.make_trees(
+      workloads.Case('small', 2.3, length=48, num_trees=1), 50)
+  batches = learner.make_batches(tree, workloads.make_credit(tree), 512)
   c, total = NETWORK, 0.0
   heads = c.num_heads * c.head_dim
   for rows in batches:
@@ -109,13 +115,64 @@ def test_needed_products_are_those_of_one_token_after_another():
       per_layer += 2 * heads * (rows.positions[i, j] + 1)
       total += c.num_layers * per_layer
       total += c.vocab_size * c.width * rows.path_mask[i, j]
-  assert benchmark.needed_products(c, batches) == pytest.approx(6 * total)
+  assert workloads.needed_products(c, batches) == pytest.approx(6 * total)
+
+
+def test_frozen_kernels_need_no_gradient():
+  """Of the three products of a kernel one falls away; of attention none."""
+  tree = workloads.make_trees(
+      workloads.Case('small', 2.3, length=48, num_trees=1), 50)
+  rows, = learner.make_batches(tree, workloads.make_credit(tree), 512)
+  adapted = dataclasses.replace(
+      NETWORK, lora=transformer.LoraConfig(rank=2, alpha=4.0))
+  params = tiny.params_of(transformer.Transformer(NETWORK))['blocks']
+  kernels = sum(x.size for x in jax.tree.leaves(params) if x.ndim == 3)
+  head = NETWORK.vocab_size * NETWORK.width * rows.path_mask.sum()
+  saved = workloads.needed_products(NETWORK, [rows]) - (
+      workloads.needed_products(adapted, [rows]))
+  assert saved == 2 * (kernels * rows.token_mask.sum() + head)
+
+
+@pytest.mark.parametrize('remat, bar, status', [
+    ('matmuls', 0.0, 0), ('block', 1.0, 1)])
+def test_train_step_holds_a_network_to_its_share(
+    remat, bar, status, tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(workloads, 'SMOLLM2', NETWORK)
+  monkeypatch.setattr(train_step, 'MIN_SHARE', bar)
+  monkeypatch.setattr(train_step, 'matmul_peak', lambda: 1e12)
+  flags.FLAGS.mark_as_parsed()
+  out = tmp_path / 'step.json'
+  with flagsaver.flagsaver(
+      out=str(out), quick=True, remat=remat, lora_rank=2, length=64):
+    with pytest.raises(SystemExit) as exit_info:
+      train_step.main(['train_step'])
+  assert exit_info.value.code == status
+  assert capsys.readouterr().out.endswith(
+      'share_of_peak is below 1.00\n' if status else 'ok\n')
+  figures = json.loads(out.read_text())
+  assert 0 < figures['trained_parameters'] < figures['parameters']
 
 
 def test_a_share_of_the_peak_is_told():
-  tree = benchmark.make_trees(
-      benchmark.Case('small', 2.3, length=48, num_trees=1), NETWORK.vocab_size)
+  tree = workloads.make_trees(
+      workloads.Case('small', 2.3, length=48, num_trees=1), NETWORK.vocab_size)
   figures = train_step.measure(NETWORK, tree, rounds=1)
   assert 0 < figures['share_of_peak'] < 1
   assert figures['action_tokens'] < figures['tokens']
   assert figures['trained_parameters'] == figures['parameters']
+
+
+def test_a_figure_that_cannot_be_drawn_is_refused_before_the_work(
+    tmp_path, monkeypatch):
+  def missing(name):
+    raise ImportError(name)
+
+  monkeypatch.setattr(figures_lib.importlib, 'import_module', missing)
+  monkeypatch.setattr(benchmark, 'measure', missing)
+  flags.FLAGS.mark_as_parsed()
+  with flagsaver.flagsaver(figure=str(tmp_path / 'sharing.png')):
+    with pytest.raises(app.UsageError, match=r"--figure: .*'\.\[plot\]'"):
+      benchmark.main(['tree_training'])
+  with flagsaver.flagsaver(figure=str(tmp_path)):
+    with pytest.raises(app.UsageError, match='--figure: .* is a folder'):
+      benchmark.main(['tree_training'])

@@ -14,6 +14,7 @@ from bpo_jax import advantages
 from bpo_jax import types
 from experiments import config_flags
 from experiments import enumerable
+from experiments import figures
 from experiments import theory_methods
 from experiments import verify_theory
 
@@ -311,7 +312,7 @@ def test_without_matplotlib_the_tables_are_written(
     monkeypatch, capsys, tmp_path):
   def missing(name):
     raise ImportError(name)
-  monkeypatch.setattr(verify_theory.importlib, 'import_module', missing)
+  monkeypatch.setattr(figures.importlib, 'import_module', missing)
   verify_theory.write(tmp_path, [_row()], [])
   assert "pip install -e '.[plot]'" in capsys.readouterr().out
   assert sorted(p.name for p in tmp_path.iterdir()) == [

@@ -7,14 +7,12 @@ a game.
   python -m experiments.benchmarks.alfworld_engine --data=$ALFWORLD_DATA
 
 Games are parsed from text that is already in memory. Seconds are processor
-time of this process, so that others on the machine count less.
+time of this process, so that others on the machine count less. `--quick` has
+200 games, not 2,000.
 """
 
 from collections.abc import Sequence
-import json
-import pathlib
 import random
-import sys
 import time
 
 from absl import app
@@ -23,16 +21,15 @@ from absl import flags
 from environments.alfworld import engine
 from environments.alfworld import environment
 from environments.alfworld import game as game_lib
+from experiments.benchmarks import report
 
 MIN_STEPS_PER_SECOND = 15_000
 MAX_PARSE_MILLISECONDS = 10.0
 
+flags.adopt_module_key_flags(report)
 _DATA = flags.DEFINE_string(
     'data', None, 'Folder json_2.1.1 of ALFWorld, or the one that it is in.',
     required=True)
-_OUT = flags.DEFINE_string('out', None, 'JSON file to write the figures to.')
-_QUICK = flags.DEFINE_bool(
-    'quick', False, 'Fewer games, so that it ends within a minute.')
 _NUM_STEPS = flags.DEFINE_integer(
     'num_steps', 50, 'Steps after which a game is left.', lower_bound=1)
 
@@ -89,19 +86,12 @@ def shortfalls(figures: dict[str, float]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments {argv[1:]}')
-  texts = read_texts(_DATA.value, 200 if _QUICK.value else 2000)
+  """Measures games of the folder and holds the engine to both bars."""
+  report.begin(argv)
+  texts = read_texts(_DATA.value, 200 if report.QUICK.value else 2000)
+  print(f'measuring {len(texts)} games', flush=True)
   figures = measure(texts, _NUM_STEPS.value)
-  if _OUT.value:
-    text = json.dumps(figures, indent=2) + '\n'
-    pathlib.Path(_OUT.value).write_text(text, encoding='utf-8')
-  for name, value in figures.items():
-    print(f'{name}: {value:,.2f}' if isinstance(value, float)
-          else f'{name}: {value}')
-  short = shortfalls(figures)
-  print('\n'.join(short) or 'ok')
-  sys.exit(1 if short else 0)
+  report.finish(figures, shortfalls(figures))
 
 
 if __name__ == '__main__':

@@ -9,15 +9,12 @@ relative to the largest entry, the reference summing float32 at full precision.
 Then the milliseconds of a forward and backward pass of every implementation,
 side by side: on GPU and TPU Pallas must not be slower than dense on rows of
 2,048 tokens or more. On CPU the kernels are interpreted, on tiny rows, and only
-their numbers are held to anything. A few minutes at most; `--quick` ends within
-one.
+their numbers are held to anything. A few minutes at most; `--quick`, the first
+shape alone in three rounds, ends within one.
 """
 
 from collections.abc import Callable, Sequence
 import functools
-import json
-import pathlib
-import sys
 import time
 from typing import NamedTuple
 
@@ -28,17 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from bpo_jax import attention
+from experiments.benchmarks import report
 
 MAX_DIFFERENCE = {'float32': 1e-4, 'bfloat16': 0.03}
 MIN_LENGTH = 2048  # Of rows on which Pallas is held to beat dense.
 MAX_DENSE_SCORES = 2**29  # Of more, blocks stand in for the reference.
 
-# Overriding: other benchmarks have flags of these names.
-_OUT = flags.DEFINE_string(
-    'out', None, 'JSON file to write the figures to.', allow_override=True)
-_QUICK = flags.DEFINE_bool(
-    'quick', False, 'Fewer shapes, so that it ends within a minute.',
-    allow_override=True)
+flags.adopt_module_key_flags(report)
 
 
 class Case(NamedTuple):
@@ -154,9 +147,10 @@ def measure(cases: Sequence[Case], num_rounds: int) -> dict[str, float]:
   figures = {}
   for case in cases:
     for dtype in MAX_DIFFERENCE:
+      print(f'measuring {case.name} in {dtype}', flush=True)
       found = check(case, dtype, num_rounds)
       for name, value in found.items():
-        print(f'{name}: {value:.3g}', flush=True)
+        report.tell(name, value)
       figures |= found
   return figures
 
@@ -176,20 +170,15 @@ def shortfalls(figures: dict[str, float], interpreted: bool) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments {argv[1:]}')
+  """Checks the shapes that suit the device, and holds them to their bars."""
+  report.begin(argv)
   device = jax.devices()[0]
   interpreted = device.platform not in ('gpu', 'tpu')
   cases = TINY if interpreted else FULL
-  cases = cases[:1] if _QUICK.value else cases
-  print(f'device: {device.device_kind}')
-  figures = measure(cases, num_rounds=3 if _QUICK.value else 10)
-  if _OUT.value:
-    text = json.dumps(figures, indent=2) + '\n'
-    pathlib.Path(_OUT.value).write_text(text, encoding='utf-8')
-  short = shortfalls(figures, interpreted)
-  print('\n'.join(short) or 'ok')
-  sys.exit(1 if short else 0)
+  cases = cases[:1] if report.QUICK.value else cases
+  print(f'device: {device.device_kind}', flush=True)
+  figures = measure(cases, num_rounds=3 if report.QUICK.value else 10)
+  report.finish(figures, shortfalls(figures, interpreted), told=True)
 
 
 if __name__ == '__main__':

@@ -13,15 +13,14 @@ are installed: calls of both sides take turns, must agree on the numbers, and
 the ratio is that of the medians, theirs to ours. (trl has no such function: it
 forms advantages inside its trainer.) The process is bound to one core, and its
 seconds are processor time, so that others on the machine count less; a second
-thread would count in full.
+thread would count in full. `--quick` makes 15 calls of ours, not 50, and 2 in
+turn with each peer, not 5.
 """
 
 from collections.abc import Callable, Sequence
 import functools
 import importlib
-import json
 import os
-import sys
 import time
 from typing import NamedTuple
 
@@ -31,21 +30,16 @@ import jax
 import numpy as np
 
 from bpo_jax import advantages
-from bpo_jax import metrics
 from bpo_jax import tree as trees
 from bpo_jax import types
+from experiments.benchmarks import report
 
 MAX_MILLISECONDS = 20.0
 MAX_DIFFERENCE = 1e-4  # Between our advantages and a peer's.
 NUM_TREES = 4096
 NUM_LEAVES = 16
 
-# Overriding: other benchmarks have flags of these names.
-_OUT = flags.DEFINE_string(
-    'out', None, 'JSON file to write the figures to.', allow_override=True)
-_QUICK = flags.DEFINE_bool(
-    'quick', False, 'Fewer calls, so that it ends within a minute.',
-    allow_override=True)
+flags.adopt_module_key_flags(report)
 _NUM_TOKENS = flags.DEFINE_integer(
     'num_tokens', 8, 'Action tokens of every node.', lower_bound=1)
 
@@ -68,9 +62,7 @@ def use_one_core() -> None:
   """Binds this process to one core; before JAX computes anything."""
   if hasattr(os, 'sched_setaffinity'):
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-  os.environ['XLA_FLAGS'] = (
-      os.environ.get('XLA_FLAGS', '') + ' --xla_cpu_multi_thread_eigen=false')
-  os.environ['OMP_NUM_THREADS'] = '1'
+  report.use_one_thread()
 
 
 def star(num_tokens: int) -> trees.TreeBuilder:
@@ -98,6 +90,7 @@ def backbone(num_tokens: int, num_points: int = 5, num_siblings: int = 4
 
 
 def _add(builder, parent, num_tokens, **fields):
+  """Adds a node of which every token is an action."""
   return builder.add(
       parent, [2] * num_tokens, action_mask=[True] * num_tokens,
       behaviour_log_probs=[-1.0] * num_tokens, **fields)
@@ -163,6 +156,7 @@ def _tunix(num_tokens):
 
 
 def _numpy_of(function, *args):
+  """Waits for what a function gives, as `jax.block_until_ready` would."""
   return np.asarray(function(*args))
 
 
@@ -205,11 +199,13 @@ def measure(num_tokens: int, num_trees: int = NUM_TREES, num_calls: int = 50,
   calls = {name: functools.partial(
       jax.jit(getattr(advantages, name)), jax.device_put(batch))
            for name, batch in batches.items()}
+  print('measuring our estimators', flush=True)
   for name, spent in zip(calls, take_turns(list(calls.values()), num_calls)):
     figures[f'{name}_milliseconds'] = float(np.median(spent))
     figures[f'{name}_least_milliseconds'] = min(spent)
   peers, missing = find_peers(num_tokens)
   for peer in peers:
+    print(f'measuring {peer.name}', flush=True)
     tree, ours = batches[peer.estimator], calls[peer.estimator]
     theirs = peer.function(tree.rewards[tree.terminal])
     spent = take_turns([ours, theirs], num_rounds)
@@ -232,26 +228,14 @@ def shortfalls(figures: dict[str, float]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments {argv[1:]}')
-  if _OUT.value:
-    try:
-      metrics.check_writable(_OUT.value)
-    except OSError as error:
-      raise app.UsageError(f'--out: {error}') from error
+  """Measures on one core, peers after our own estimators."""
+  report.begin(argv)
   use_one_core()
-  sizes = dict(num_calls=15, num_rounds=2) if _QUICK.value else {}
+  sizes = dict(num_calls=15, num_rounds=2) if report.QUICK.value else {}
   figures, missing = measure(_NUM_TOKENS.value, **sizes)
   for sentence in missing:
     print(sentence)
-  for name, value in figures.items():
-    print(f'{name}: {value:.3g}' if isinstance(value, float)
-          else f'{name}: {value}')
-  short = shortfalls(figures)
-  print('\n'.join(short) or 'ok')
-  if _OUT.value:
-    metrics.write_text(_OUT.value, json.dumps(figures, indent=2) + '\n')
-  sys.exit(1 if short else 0)
+  report.finish(figures, shortfalls(figures))
 
 
 if __name__ == '__main__':

@@ -21,16 +21,15 @@ counts processor time. llama.cpp is reported beside where `llama_cpp` and the
 GGUF file are there; it computes with the file's own few bits. Last come
 forks: tokens per second of 8 new tokens each after a shared past of 512, with
 the cache inherited and with the past read again; and what attention through a
-block table takes, by attention to rows that lie in one piece.
+block table takes, by attention to rows that lie in one piece. `--quick` has
+batch 1 alone, 16 new tokens, 2 rounds and not 5, and forks after a past of 128.
 """
 
 from collections.abc import Callable, Sequence
 import functools
 import importlib
-import json
 import os
 import pathlib
-import sys
 import tempfile
 import time
 from typing import Any, NamedTuple
@@ -46,6 +45,8 @@ from bpo_jax import sampling
 from bpo_jax.models import gguf
 from bpo_jax.models import hugging_face
 from bpo_jax.models import transformer
+from experiments.benchmarks import report
+from experiments.benchmarks import workloads
 
 MIN_RATIO = 1.0
 _PROMPT = 128
@@ -55,23 +56,14 @@ _FORKS = 8
 _PAST = 512
 _FORK_NEW = 8
 
-# Overriding: other benchmarks have flags of these names.
-_OUT = flags.DEFINE_string(
-    'out', None, 'JSON file to write the figures to.', allow_override=True)
-_QUICK = flags.DEFINE_bool(
-    'quick', False, 'Batch 1 alone, fewer tokens and rounds.',
-    allow_override=True)
+flags.adopt_module_key_flags(report)
+# Overriding: tests import commands with a flag of this name.
 _MODEL = flags.DEFINE_string(
     'model', None, 'Hugging Face directory of the weights.',
     allow_override=True)
 _THREADS = flags.DEFINE_integer(
     'threads', os.cpu_count(), 'Threads of the peers. JAX uses every core,'
     ' and one where this is 1.', lower_bound=1)
-
-SMOLLM2 = transformer.TransformerConfig(
-    vocab_size=49_152, width=576, num_layers=30, num_heads=9, num_kv_heads=3,
-    head_dim=64, mlp_width=1536, rope_theta=100_000.0, norm_epsilon=1e-5,
-    scale_embeddings=False)
 
 
 class Ours(NamedTuple):
@@ -130,10 +122,8 @@ class Clock:
 
 
 def use_one_thread() -> None:
-  """Leaves XLA one thread; before JAX computes anything."""
-  os.environ['XLA_FLAGS'] = (
-      os.environ.get('XLA_FLAGS', '') + ' --xla_cpu_multi_thread_eigen=false')
-  os.environ['OMP_NUM_THREADS'] = '1'
+  """Leaves XLA one thread, whose seconds count; before JAX computes."""
+  report.use_one_thread()
   Clock.now = staticmethod(time.process_time)
 
 
@@ -154,6 +144,7 @@ class Transformers:
   """The same network in transformers."""
 
   def __init__(self, directory: pathlib.Path, threads: int):
+    """Loads the weights; raises ImportError where a library is absent."""
     self._torch = importlib.import_module('torch')
     library = importlib.import_module('transformers')
     self._torch.set_num_threads(threads)
@@ -270,7 +261,8 @@ def paged(num_rows: int, past: int, num_rounds: int, page: int = 16
   once for every fork.
   """
   rng = np.random.default_rng(0)
-  groups, heads, dim = SMOLLM2.num_kv_heads, SMOLLM2.num_heads, SMOLLM2.head_dim
+  model = workloads.SMOLLM2
+  groups, heads, dim = model.num_kv_heads, model.num_heads, model.head_dim
   num_pages = past // page
   own = num_pages - num_pages // 2
   table = np.arange(num_pages) + own * np.arange(num_rows)[:, None]
@@ -302,6 +294,7 @@ def paged(num_rows: int, past: int, num_rounds: int, page: int = 16
 
 
 def _clock(call: Callable[[], Any]) -> float:
+  """Returns the seconds until what a call gives is there."""
   begin = Clock.now()
   jax.block_until_ready(call())
   return Clock.now() - begin
@@ -310,6 +303,7 @@ def _clock(call: Callable[[], Any]) -> float:
 def llama_cpp(path: pathlib.Path, threads: int, num_new: int) -> float:
   """Returns the tokens per second of llama.cpp at batch 1, drawing alone."""
   library = importlib.import_module('llama_cpp')
+  print('measuring llama.cpp', flush=True)
   model = library.Llama(
       model_path=str(path), n_threads=threads, n_ctx=_PROMPT + num_new,
       verbose=False)
@@ -344,8 +338,8 @@ def find_weights(directory: str | None, scratch: pathlib.Path
     path = gguf.find_smollm2()
     return gguf.cached_directory(path), f'weights: {path.name}'
   except ImportError as error:
-    params = transformer.init_params(SMOLLM2, jax.random.key(0))
-    hugging_face.save(scratch / 'random', SMOLLM2, params)
+    params = transformer.init_params(workloads.SMOLLM2, jax.random.key(0))
+    hugging_face.save(scratch / 'random', workloads.SMOLLM2, params)
     return scratch / 'random', f'weights: random, {error}'
 
 
@@ -357,6 +351,7 @@ def measure(directory: pathlib.Path, threads: int, batches: Sequence[int],
   ours = make_ours(config, params, num_new)
   theirs, missing = None, []
   figures = dict(threads=threads, num_new=num_new)
+  print('measuring how far logits differ', flush=True)
   try:
     theirs = Transformers(directory, threads)
     figures['logits_difference'] = difference(ours, theirs)
@@ -370,7 +365,9 @@ def measure(directory: pathlib.Path, threads: int, batches: Sequence[int],
     figures['llama_cpp_tokens_per_second'] = llama_cpp(path, threads, num_new)
   except ImportError as error:
     missing.append(f'llama.cpp: not reported, {error}')
+  print('measuring forks', flush=True)
   figures |= forks(config, params, past, num_rounds)
+  print('measuring attention through a block table', flush=True)
   figures |= paged(_FORKS, past, num_rounds)
   return figures, missing
 
@@ -383,30 +380,22 @@ def shortfalls(figures: dict[str, float]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments {argv[1:]}')
+  """Measures both sides; without its peer a bar is not reached."""
+  report.begin(argv)
   if _THREADS.value == 1:
     use_one_thread()
   sizes = dict(batches=_BATCHES, num_new=_NEW, num_rounds=5)
-  if _QUICK.value:
+  if report.QUICK.value:
     sizes = dict(batches=(1,), num_new=16, num_rounds=2, past=128)
   with tempfile.TemporaryDirectory() as scratch:
     directory, told = find_weights(_MODEL.value, pathlib.Path(scratch))
     print(told, flush=True)
     figures, missing = measure(directory, _THREADS.value, **sizes)
-  if _OUT.value:
-    text = json.dumps(figures, indent=2) + '\n'
-    pathlib.Path(_OUT.value).write_text(text, encoding='utf-8')
   for sentence in missing:
     print(sentence)
-  for name, value in figures.items():
-    print(f'{name}: {value:.3g}' if isinstance(value, float)
-          else f'{name}: {value}')
-  # Without its peer a bar is not reached; llama.cpp has none.
-  short = shortfalls(figures) + [
-      peer for peer in missing if peer.startswith('transformers')]
-  print('\n'.join(short) or 'ok')
-  sys.exit(1 if short else 0)
+  # llama.cpp has no bar.
+  report.finish(figures, shortfalls(figures) + [
+      peer for peer in missing if peer.startswith('transformers')])
 
 
 if __name__ == '__main__':

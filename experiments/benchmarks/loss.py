@@ -20,8 +20,8 @@ a process of its own and the steps of all take turns; the ratio is the median of
 theirs over ours, round by round. Peak memory is the largest resident size of
 the process (Linux's VmHWM) less the resident size when parameters and batch
 were in place and nothing had been computed or compiled; so it has the gradients
-in it, 64 MB at width 256, and what compilation took. --quick has two rows and
-one width.
+in it, 64 MB at width 256, and what compilation took. `--quick` has two rows,
+the first width alone and at most three rounds.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,6 +49,7 @@ import numpy as np
 
 from bpo_jax import log_probs
 from bpo_jax import objectives
+from experiments.benchmarks import report
 
 MIN_RATIO = 1.0  # Theirs over ours, seconds.
 MAX_MEMORY_SHARE = 0.5  # Ours over the smallest of theirs.
@@ -57,12 +58,7 @@ NUM_PROMPT = 128
 CLIP_EPSILON = 0.2
 PAD = 0  # No token of the batch is padding.
 
-# Overriding: other benchmarks have flags of these names.
-_OUT = flags.DEFINE_string(
-    'out', None, 'JSON file to write the figures to.', allow_override=True)
-_QUICK = flags.DEFINE_bool(
-    'quick', False, 'A smaller batch, so that it ends within a minute.',
-    allow_override=True)
+flags.adopt_module_key_flags(report)
 _WIDTHS = flags.DEFINE_multi_integer(
     'width', [256, 576], 'Widths of the model, D.', lower_bound=1)
 _NUM_ROUNDS = flags.DEFINE_integer(
@@ -322,6 +318,7 @@ class Worker:
   """A process of its own for one side."""
 
   def __init__(self, side: str, path: str):
+    """Starts it; `absent` is why it has nothing to run, or None."""
     self._process = subprocess.Popen(
         [sys.executable, '-m', 'experiments.benchmarks.loss', f'--side={side}',
          f'--batch={path}'],
@@ -330,6 +327,7 @@ class Worker:
     self.absent = self._answer().get('absent')
 
   def _answer(self):
+    """Waits for a line; raises RuntimeError when the process has ended."""
     line = self._process.stdout.readline()
     if not line:
       raise RuntimeError(
@@ -408,13 +406,13 @@ def shortfalls(figures: dict[str, float]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments {argv[1:]}')
+  """Measures width by width, or is one of the processes that are started."""
+  report.begin(argv)
   if _SIDE.value:
     serve(_SIDE.value, _BATCH.value)
     return
   num_rows, widths, num_rounds = 8, _WIDTHS.value, _NUM_ROUNDS.value
-  if _QUICK.value:
+  if report.QUICK.value:
     num_rows, widths, num_rounds = 2, widths[:1], min(num_rounds, 3)
   figures, absent = {'num_rows': num_rows}, {}
   for width in widths:
@@ -422,17 +420,9 @@ def main(argv: Sequence[str]) -> None:
     batch = make_batch(num_rows, 384, 32_000, width)
     of_width, absent = measure(batch, num_rounds)
     figures |= {f'd{width}_{name}': x for name, x in of_width.items()}
-  if _OUT.value:
-    text = json.dumps(figures, indent=2) + '\n'
-    pathlib.Path(_OUT.value).write_text(text, encoding='utf-8')
-  for name, value in figures.items():
-    print(f'{name}: {value:.3g}' if isinstance(value, float)
-          else f'{name}: {value}')
-  short = shortfalls(figures) + [
+  report.finish(figures, shortfalls(figures) + [
       f'{side} is not compared ({why}): pip install bpo-jax[bench]'
-      for side, why in absent.items()]
-  print('\n'.join(short) or 'ok')
-  sys.exit(1 if short else 0)
+      for side, why in absent.items()])
 
 
 if __name__ == '__main__':

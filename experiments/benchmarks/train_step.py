@@ -12,13 +12,11 @@ backward pass is not counted, nor is padding.
   python -m experiments.benchmarks.train_step --remat=block --lora_rank=16
 
 With adapters the gradient of the frozen kernels is not asked for, nor counted.
+`--quick` has 6 of the 30 layers, paths of 256 tokens at most and two updates.
 """
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import json
-import pathlib
-import sys
 import time
 
 from absl import app
@@ -31,15 +29,12 @@ from bpo_jax import learner
 from bpo_jax import tree as trees
 from bpo_jax.models import lora
 from bpo_jax.models import transformer
-from experiments.benchmarks import tree_training
+from experiments.benchmarks import report
+from experiments.benchmarks import workloads
 
 MIN_SHARE = 1 / 3  # Of the measured peak.
 
-_OUT = flags.DEFINE_string(
-    'out', None, 'JSON file to write the figures to.', allow_override=True)
-_QUICK = flags.DEFINE_bool(
-    'quick', False, 'Six layers and few tokens: ends within a minute.',
-    allow_override=True)
+flags.adopt_module_key_flags(report)
 _REMAT = flags.DEFINE_enum(
     'remat', 'matmuls', ['none', 'matmuls', 'block'],
     'What the backward pass computes again.', allow_override=True)
@@ -60,6 +55,7 @@ def matmul_peak(size: int = 2048, calls: int = 5) -> float:
 
 
 def _seconds(call: Callable) -> float:
+  """Returns how long a call takes until its result is there."""
   start = time.perf_counter()
   jax.block_until_ready(call())
   return time.perf_counter() - start
@@ -75,12 +71,15 @@ def measure(config: transformer.TransformerConfig, tree: trees.Tree,
   update = learner.make_update_fn(
       model, optimizer, learner.make_policy_loss(learner.LossConfig()))
   batches = learner.make_batches(
-      tree, tree_training.make_credit(tree), 8192, layout='trees')
+      tree, workloads.make_credit(tree), 8192, layout='trees')
   state = learner.init_state(params, optimizer, jax.random.key(0))
+  print('measuring: the first update compiles', flush=True)
   state, _ = update(state, batches, 1e-5)
-  needed = tree_training.needed_products(config, batches)
+  jax.block_until_ready(state.params)
+  needed = workloads.needed_products(config, batches)
   seconds, peaks = [], []
-  for _ in range(rounds):
+  for number in range(rounds):
+    print(f'measuring update {number + 1} of {rounds}', flush=True)
     peaks.append(matmul_peak())
     start = time.perf_counter()
     state, _ = update(state, batches, 1e-5)
@@ -104,28 +103,22 @@ def measure(config: transformer.TransformerConfig, tree: trees.Tree,
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments {argv[1:]}')
-  config = dataclasses.replace(tree_training.SMOLLM2, remat=_REMAT.value)
+  """Measures one network on one tree and holds it to its share."""
+  report.begin(argv)
+  config = dataclasses.replace(workloads.SMOLLM2, remat=_REMAT.value)
   if _LORA_RANK.value:
     adapters = transformer.LoraConfig(_LORA_RANK.value, 2.0 * _LORA_RANK.value)
     config = dataclasses.replace(config, lora=adapters)
   length, rounds = _LENGTH.value, 3
-  if _QUICK.value:
+  if report.QUICK.value:
     config = dataclasses.replace(config, num_layers=6)
     length, rounds = min(length, 256), 2
-  case = tree_training.Case('smollm2', 2.3, length=length, num_trees=1)
+  case = workloads.Case('smollm2', 2.3, length=length, num_trees=1)
   figures = measure(
-      config, tree_training.make_trees(case, config.vocab_size), rounds)
-  if _OUT.value:
-    text = json.dumps(figures, indent=2) + '\n'
-    pathlib.Path(_OUT.value).write_text(text, encoding='utf-8')
-  for name, value in figures.items():
-    print(f'{name}: {value:.4g}' if isinstance(value, float)
-          else f'{name}: {value}')
-  short = figures['share_of_peak'] < MIN_SHARE
-  print(f'share_of_peak is not {MIN_SHARE:.2f}' if short else 'ok')
-  sys.exit(1 if short else 0)
+      config, workloads.make_trees(case, config.vocab_size), rounds)
+  is_short = not figures['share_of_peak'] >= MIN_SHARE
+  report.finish(
+      figures, [f'share_of_peak is below {MIN_SHARE:.2f}'] if is_short else [])
 
 
 if __name__ == '__main__':

@@ -16,21 +16,19 @@ tokens do, and the more so the longer paths are.
   python -m experiments.benchmarks.tree_training --sweep --figure=sharing.png
 
 The paths' attention is dense and causal, by whichever of two ways is faster
-here: whole masked products, or the blocks that the trees use. Rows of both
-sides are rounded up to blocks of 128 tokens. Memory is what
-XLA sets aside for the temporaries of one micro-batch, at most. `--sweep` varies
-sharing, depth and length at the small size and draws the ratios.
+here: the blocks that the trees use, or whole masked products where they take
+less than 4 GB. Rows of both sides are rounded up to blocks of 128 tokens.
+Memory is what XLA sets aside for the temporaries of one micro-batch, at most.
+`--sweep` varies sharing, depth and length at the small size, and `--figure`
+draws the ratios. `--quick` has the small size alone, one tree a case and at
+most three calls of each side.
 """
 
 from collections.abc import Callable, Sequence
 import dataclasses
 import gc
-import importlib
-import json
-import pathlib
-import sys
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from absl import app
 from absl import flags
@@ -41,153 +39,43 @@ import optax
 
 from bpo_jax import attention
 from bpo_jax import learner
+from bpo_jax import metrics
 from bpo_jax import packing
 from bpo_jax import tree as trees
-from bpo_jax import types
 from bpo_jax.models import transformer
+from experiments import figures as figures_lib
+from experiments.benchmarks import report
+from experiments.benchmarks import workloads
 
 MIN_SHARE = 0.90  # Of the sharing, that the packed side must be faster by.
 MIN_UNSHARED = 0.95
+_MOST_MEGABYTES = 4096  # Of a way to compute the paths; beyond it is left out.
 MAX_DIFFERENCE = 1e-5  # Between the gradients, relative to their norm.
 
-_OUT = flags.DEFINE_string(
-    'out', None, 'JSON file to write the figures to.', allow_override=True)
-_QUICK = flags.DEFINE_bool(
-    'quick', False, 'The small size and few calls: ends within a minute.',
-    allow_override=True)
+flags.adopt_module_key_flags(report)
 _SWEEP = flags.DEFINE_bool(
     'sweep', False, 'Also vary sharing, depth and length at the small size.')
 _FIGURE = flags.DEFINE_string(
-    'figure', None, 'PNG to draw the sweep to; needs matplotlib.')
+    'figure', None, 'PNG to draw the ratios to; needs matplotlib.')
 _SIZES = flags.DEFINE_multi_enum(
-    'size', ['small', 'smollm2'], ['small', 'smollm2'], 'Networks to measure.')
+    'size', list(workloads.SIZES), list(workloads.SIZES),
+    'Networks to measure.')
 _ROUNDS = flags.DEFINE_integer(
     'rounds', 5, 'Timed calls of each side.', lower_bound=1)
 
-SMALL = transformer.TransformerConfig(
-    vocab_size=4096, width=256, num_layers=4, num_heads=4, num_kv_heads=2,
-    head_dim=64, mlp_width=704)
-SMOLLM2 = transformer.TransformerConfig(
-    vocab_size=49_152, width=576, num_layers=30, num_heads=9, num_kv_heads=3,
-    head_dim=64, mlp_width=1536, rope_theta=100_000.0, norm_epsilon=1e-5,
-    scale_embeddings=False)
-SIZES = {'small': SMALL, 'smollm2': SMOLLM2}
-
-
-class Case(NamedTuple):
-  """Trees of one shape.
-
-  Attributes:
-    size: of the model, by name.
-    sharing: tokens of all paths over tokens of the tree, about.
-    depth: nodes of a path below the root.
-    length: tokens of a path, about.
-    num_trees: of an update.
-  """
-
-  size: str
-  sharing: float
-  depth: int = 2
-  length: int = 1024
-  num_trees: int = 2
-
-  @property
-  def name(self) -> str:
-    return (f'{self.size}/sharing_{self.sharing:g}/depth_{self.depth}'
-            f'/length_{self.length}')
-
-
 CASES = (
-    Case('small', 2.3, length=512, num_trees=8),
-    Case('small', 2.3, length=1024, num_trees=4),
-    Case('small', 1.0, length=1024, num_trees=8),
-    Case('smollm2', 2.3, length=512, num_trees=1),
-    Case('smollm2', 1.0, length=512, num_trees=2))
+    workloads.Case('small', 2.3, length=512, num_trees=8),
+    workloads.Case('small', 2.3, length=1024, num_trees=4),
+    workloads.Case('small', 1.0, length=1024, num_trees=8),
+    workloads.Case('smollm2', 2.3, length=512, num_trees=1),
+    workloads.Case('smollm2', 1.0, length=512, num_trees=2))
 SWEEP = (
-    *(Case('small', s, num_trees=2) for s in (1.5, 3.0, 4.0, 6.0, 8.0)),
-    *(Case('small', 2.3, depth=d, num_trees=2) for d in (1, 4)),
-    *(Case('small', 2.3, length=n, num_trees=1) for n in (2048, 4096, 8192)))
-
-
-def make_trees(case: Case, vocab_size: int, seed: int = 0) -> trees.Tree:
-  """Returns trees with about the sharing of the case.
-
-  A path is a prompt and `depth` turns of one length, half action and half
-  observation; every turn has `b` siblings. With n = b^depth leaves and m the
-  mean number of nodes of a level, a prompt that is a share x of the path makes
-  the sharing n / (x + (1 - x) m): the least b that can have it is taken.
-  """
-  rng = np.random.default_rng(seed)
-  num_siblings, prompt = _shape(case)
-  turn = (1 - prompt) / case.depth
-  # Ragged, as episodes are.
-  draw = lambda share: rng.integers(1, vocab_size, max(2, int(
-      share * case.length * rng.uniform(0.8, 1.2))))
-  builders = []
-  for _ in range(case.num_trees):
-    builder = trees.TreeBuilder()
-    level = [builder.add(types.NO_PARENT, draw(prompt))]
-    for _ in range(case.depth):
-      level = [_add(builder, node, draw(turn))
-               for node in level for _ in range(num_siblings)]
-    builders.append(builder)
-  return trees.stack(builders)
-
-
-def _shape(case: Case) -> tuple[int, float]:
-  """Returns the siblings of a turn, and the prompt's share of a path."""
-  if case.sharing == 1:
-    return 1, 1 / (case.depth + 1)
-  for num_siblings in range(2, 1000):
-    sizes = [num_siblings ** (level + 1) for level in range(case.depth)]
-    mean = sum(sizes) / case.depth
-    prompt = (mean - sizes[-1] / case.sharing) / (mean - 1)
-    if sizes[-1] / mean <= case.sharing <= 0.7 * sizes[-1]:
-      return num_siblings, prompt
-  raise ValueError(f'sharing = {case.sharing}: no tree has it at depth ='
-                   f' {case.depth}')
-
-
-def _add(builder, parent, tokens):
-  is_action = np.arange(len(tokens)) < len(tokens) // 2
-  return builder.add(
-      parent, tokens, action_mask=is_action,
-      behaviour_log_probs=np.where(is_action, -1.0, 0.0))
-
-
-def make_credit(tree: trees.Tree, seed: int = 0) -> types.Credit:
-  """Returns random advantages under which every action token counts."""
-  rng = np.random.default_rng(seed)
-  noise = rng.normal(size=tree.tokens.shape).astype(np.float32)
-  return types.Credit(
-      advantages=np.where(tree.action_mask, noise, 0),
-      weights=np.asarray(tree.action_mask, np.float32))
-
-
-def needed_products(
-    config: transformer.TransformerConfig,
-    batches: Sequence[packing.PackedRows],
-) -> float:
-  """Returns the multiplications and additions that no update can avoid.
-
-  Args:
-    config: of the network.
-    batches: micro-batches of the update.
-  """
-  c = config
-  heads = c.num_heads * c.head_dim
-  kernels = c.num_layers * c.width * (
-      2 * heads + 2 * c.num_kv_heads * c.head_dim + 3 * c.mlp_width)
-  total = 0.0
-  for rows in batches:
-    tokens, actions = rows.token_mask.sum(), rows.path_mask.sum()
-    seen = rows.positions[rows.token_mask].sum(dtype=float) + tokens
-    attention = 2 * c.num_layers * heads * seen  # Scores, and their sums.
-    head = c.vocab_size * c.width * actions
-    # Forward, by what comes in, and by the weights; frozen ones have no third.
-    times = 2 if c.lora is not None else 3
-    total += 2 * (times * (kernels * tokens + head) + 3 * attention)
-  return total
+    *(workloads.Case('small', sharing, num_trees=2)
+      for sharing in (1.5, 3.0, 4.0, 6.0, 8.0)),
+    *(workloads.Case('small', 2.3, depth=depth, num_trees=2)
+      for depth in (1, 4)),
+    *(workloads.Case('small', 2.3, length=length, num_trees=1)
+      for length in (2048, 4096, 8192)))
 
 
 @dataclasses.dataclass
@@ -206,10 +94,12 @@ class Side:
 
   @property
   def tokens(self) -> int:
+    """Tokens that are none of the padding."""
     return sum(int(rows.token_mask.sum()) for rows in self.batches)
 
   @property
   def computed(self) -> int:
+    """Places of the rows, padding included."""
     return sum(rows.tokens.size for rows in self.batches)
 
 
@@ -219,7 +109,8 @@ def make_side(
 ) -> Side:
   """Returns a side, compiled."""
   row_length = None if layout == 'paths' else max_tokens
-  rows = packing.pack(tree, make_credit(tree), row_length, layout=layout)
+  rows = packing.pack(
+      tree, workloads.make_credit(tree), row_length, layout=layout)
   # Rounded up as little as the blocks of attention allow, on both sides.
   batches = packing.micro_batches(rows, max_tokens, attention.BLOCK)
   if not has_table:
@@ -253,22 +144,24 @@ def make_side(
 
 
 def _seconds(call: Callable) -> float:
+  """Returns how long a call takes that waits for its own result."""
   start = time.perf_counter()
   call()
   return time.perf_counter() - start
 
 
-def measure(case: Case, rounds: int) -> dict[str, float]:
+def measure(case: workloads.Case, rounds: int) -> dict[str, float]:
   """Returns the figures of a case; the ratio is the median of the pairs'."""
-  config = SIZES[case.size]
+  config = workloads.SIZES[case.size]
   model = transformer.Transformer(config)
   params = jax.jit(transformer.init_params, static_argnums=0)(
       config, jax.random.key(0))
-  tree = make_trees(case, config.vocab_size)
+  tree = workloads.make_trees(case, config.vocab_size)
   sizes = dict(max_tokens=8 * case.length)
   packed = make_side(model, params, tree, 'trees', **sizes)
   ways = [make_side(model, params, tree, 'paths', **sizes, has_table=has)
-          for has in (False, True)]
+          for has in (True, False)]
+  ways = [x for x in ways if x.megabytes < _MOST_MEGABYTES] or ways[:1]
   left, right = [side.gradient() for side in (packed, *ways)][:2]
   apart = optax.global_norm(jax.tree.map(np.subtract, left, right))
   paths = min(ways, key=lambda side: _seconds(side.gradient))
@@ -277,7 +170,8 @@ def measure(case: Case, rounds: int) -> dict[str, float]:
   sharing = packing.sharing_ratio(tree)
   ratio = float(np.median([theirs / ours for ours, theirs in pairs]))
   packed_products, paths_products = (
-      needed_products(config, side.batches) for side in (packed, paths))
+      workloads.needed_products(config, side.batches)
+      for side in (packed, paths))
   figures = {
       'sharing': sharing,
       'products_sharing': paths_products / packed_products,
@@ -297,7 +191,8 @@ def measure(case: Case, rounds: int) -> dict[str, float]:
   return {f'{case.name}/{name}': value for name, value in figures.items()}
 
 
-def shortfalls(figures: dict[str, float], cases: Sequence[Case]) -> list[str]:
+def shortfalls(figures: dict[str, float], cases: Sequence[workloads.Case]
+               ) -> list[str]:
   """Returns a sentence for each bar that the figures do not reach."""
   short = []
   for case in cases:
@@ -313,14 +208,14 @@ def shortfalls(figures: dict[str, float], cases: Sequence[Case]) -> list[str]:
   return short
 
 
-def draw(figures: dict[str, float], cases: Sequence[Case], path: str) -> None:
+def draw(figures: dict[str, float], cases: Sequence[workloads.Case], path: str
+         ) -> None:
   """Draws the ratio against the sharing, and against the length.
 
   Raises:
     ImportError: without matplotlib.
   """
-  figures_lib = importlib.import_module('matplotlib.figure')
-  canvas = figures_lib.Figure(figsize=(9, 3.6), layout='constrained')
+  canvas = figures_lib.load().Figure(figsize=(9, 3.6), layout='constrained')
   left, right = canvas.subplots(1, 2)
   of = lambda case, name: figures[f'{case.name}/{name}']
   top = max(of(case, 'sharing') for case in cases)
@@ -344,12 +239,18 @@ def draw(figures: dict[str, float], cases: Sequence[Case], path: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments {argv[1:]}')
+  """Measures case by case and tells whether each bar is reached."""
+  report.begin(argv)
+  if _FIGURE.value:
+    try:
+      metrics.check_writable(_FIGURE.value)
+      figures_lib.load()
+    except (ImportError, OSError) as error:
+      raise app.UsageError(f'--figure: {error}') from error
   cases = CASES + (SWEEP if _SWEEP.value else ())
   cases = tuple(case for case in cases if case.size in _SIZES.value)
   rounds = _ROUNDS.value
-  if _QUICK.value:
+  if report.QUICK.value:
     cases = tuple(c._replace(num_trees=1) for c in CASES if c.size == 'small')
     rounds = min(rounds, 3)
   figures = {}
@@ -357,17 +258,13 @@ def main(argv: Sequence[str]) -> None:
     print(f'measuring {case.name}', flush=True)
     found = measure(case, rounds)
     figures |= found
-    for name, value in found.items():  # At once: the next may take minutes.
-      print(f'{name}: {value:.3g}', flush=True)
+    for name, value in found.items():
+      report.tell(name, value)
+    report.save(figures)  # The next case may take minutes.
     gc.collect()
-  if _OUT.value:
-    text = json.dumps(figures, indent=2) + '\n'
-    pathlib.Path(_OUT.value).write_text(text, encoding='utf-8')
   if _FIGURE.value:
     draw(figures, cases, _FIGURE.value)
-  short = shortfalls(figures, cases)
-  print('\n'.join(short) or 'ok')
-  sys.exit(1 if short else 0)
+  report.finish(figures, shortfalls(figures, cases), told=True)
 
 
 if __name__ == '__main__':
