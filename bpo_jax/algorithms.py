@@ -261,7 +261,7 @@ _ROWS = (
              branching.equally_spaced, num_branch_points=50, num_forks=3),
          num_backbones=1, kl_coef=0.05),
     _row('cbpo', 'Contrastive Branch Policy Optimization, arXiv 2608.24300; '
-         'whole entropies for their ten largest terms',
+         'clip and KL weight read, whole entropies for their ten largest terms',
          'exact', advantages.cbpo, branching.cbpo_allocation, num_backbones=6,
          kl_coef=1e-3, kl_estimator='k3', reducer='token_mean'),
     _row('appo', 'Agentic Procedural Policy Optimization, arXiv 2606.12384',

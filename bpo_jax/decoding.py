@@ -151,6 +151,18 @@ def _check_stop(config: sampling.SamplerConfig, vocab_size: int) -> None:
       )
 
 
+def _with_fed(now: _Decoding, chunk: int) -> transformer.KeyValues:
+  """Returns the side buffer with the token that was fed last.
+
+  It is put there before the next is fed, not at once: a buffer that is written
+  after it was read would be copied with every token.
+  """
+  place = chunk + jnp.maximum(now.step - 2, 0)  # At first of nothing.
+  return jax.tree.map(
+      lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, place, 2),
+      now.side, now.fed)
+
+
 def make_act(
     model: transformer.Transformer, config: sampling.SamplerConfig
 ) -> Callable[[dict, sampling.Rows], tuple[sampling.Rows, sampling.Actions]]:
@@ -192,20 +204,9 @@ def make_act(
       return now._replace(
           step=now.step + 1, goes_on=goes_on, actions=actions)
 
-    def put(now):
-      """Returns the side buffer with the token that was fed last.
-
-      It is put there before the next is fed, not at once: a buffer that is
-      written after it was read would be copied with every token.
-      """
-      place = chunk + jnp.maximum(now.step - 2, 0)  # At first of nothing.
-      return jax.tree.map(
-          lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, place, 2),
-          now.side, now.fed)
-
     def feed_and_draw(now):
       """Feeds the token drawn last and draws the next."""
-      now = now._replace(side=put(now))
+      now = now._replace(side=_with_fed(now, chunk))
       hidden, new = network.apply(
           {'params': params},
           jnp.take(now.actions.tokens, now.step - 1, axis=1)[:, None],
@@ -244,7 +245,7 @@ def make_act(
         lambda now: (now.step < config.action_length) & jnp.any(now.goes_on),
         feed_and_draw, now)
     keep = now.is_side & rows.active[:, None]
-    side = put(now) if extra else now.side
+    side = _with_fed(now, chunk) if extra else now.side
     cache = sampling.write_cache(rows.cache, side, keep)
     return rows._replace(cache=cache), now.actions
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-_BLOCK = 128  # Tokens; a row of whole blocks needs no dense mask.
+from bpo_jax import attention
 
 
 class Preorder(NamedTuple):
@@ -64,9 +64,9 @@ def bucket_below(length: int) -> int:
 
 def _step(length: int) -> int:
   """Returns how far apart the lengths on both sides of one are."""
-  if length < _BLOCK:
-    return _BLOCK // 4
-  return max(_BLOCK, 1 << length.bit_length() >> 3)
+  if length < attention.BLOCK:
+    return attention.BLOCK // 4
+  return max(attention.BLOCK, 1 << length.bit_length() >> 3)
 
 
 def preorder(

@@ -15,10 +15,12 @@ from bpo_jax import checks
 from bpo_jax import masked
 from bpo_jax import memory
 from bpo_jax import objectives
+from bpo_jax import options
 from bpo_jax import packing
 from bpo_jax import predictors
 from bpo_jax import sharding
 from bpo_jax import tree as trees
+from bpo_jax import tree_checks
 from bpo_jax import types
 from bpo_jax.models import lora
 from bpo_jax.models import transformer
@@ -126,11 +128,16 @@ def init_state(
   """Returns the state of a run that has done nothing yet.
 
   Where the parameters have adapters, the optimiser knows these alone.
+
+  Raises:
+    MemoryError: if the device has too little for it; it says what to change.
   """
   zero = lambda: jnp.zeros((), jnp.int32)
   trained, _ = lora.split(params)
+  with memory.explained_step(trained):
+    optimizer_state = optimizer.init(trained)
   return TrainState(
-      params, optimizer.init(trained), zero(), rng_key, zero(), zero(), zero(),
+      params, optimizer_state, zero(), rng_key, zero(), zero(), zero(),
       jnp.asarray(_FIRST_THRESHOLD, jnp.float32), predictors.init(), {},
   )
 
@@ -162,14 +169,23 @@ class Loss:
     terms: per-token terms and metrics of a micro-batch.
     reducer: see `objectives.reduce`.
     norm: tokens, for the reducer 'sequence_sum_norm' alone.
+    by_token: whether a token's terms depend on that token alone; else a row has
+      to hold one sequence.
   """
 
   terms: TermsFn
   reducer: objectives.Reducer = 'token_mean'
   norm: float | None = None
+  by_token: bool = True
 
   def __post_init__(self):
     objectives.check_reducer(self.reducer, self.norm)
+
+  @property
+  def layout(self) -> packing.Layout:
+    """How trees are laid out: whole, or by paths where sequences matter."""
+    by_token = self.by_token and self.reducer == 'token_mean'
+    return 'trees' if by_token else 'paths'
 
 
 def _imitation_terms(outputs, rows, reference_log_probs, facts):
@@ -252,7 +268,8 @@ def make_policy_loss(
       )
     return losses, metrics
 
-  return Loss(terms, config.reducer, config.sequence_norm)
+  by_token = options.unwrap(objective) not in objectives.OF_SEQUENCES
+  return Loss(terms, config.reducer, config.sequence_norm, by_token)
 
 
 def _value_term(config, outputs, rows):
@@ -313,7 +330,9 @@ def make_batches(
     }
     for name, values in numbers.items():
       if values is not None:
-        _check_finite(name, values, tree.action_mask)
+        tree_checks.refuse(
+            np.asarray(tree.action_mask) & ~np.isfinite(values), name, values,
+            'finite numbers at action tokens')
     weights = np.where(tree.action_mask, credit.weights, 0)
     checks.at_least('weights', float(np.min(weights)), 0)
   if row_length is None and layout == 'trees':
@@ -323,18 +342,6 @@ def make_batches(
       old_values=old_values
   )
   return packing.micro_batches(rows, max_tokens, num_shards=num_shards)
-
-
-def _check_finite(name, values, mask):
-  """Refuses what is not finite at action tokens, saying where."""
-  bad = np.argwhere(np.asarray(mask) & ~np.isfinite(values))
-  if len(bad):
-    tree, node, token = bad[0].tolist()
-    raise ValueError(
-        f'{name}: expected finite numbers at action tokens, got'
-        f' {np.asarray(values)[tree, node, token]}; first at tree {tree}, node'
-        f' {node}, token {token}, {len(bad)} in all'
-    )
 
 
 def make_update_fn(
@@ -366,12 +373,13 @@ def make_update_fn(
   apply = _make_apply(optimizer, model.mesh)
 
   def update(state, batches, learning_rate, reference=None):
-    if loss.reducer != 'token_mean':
-      _check_paths(batches, loss.reducer)
+    if loss.layout == 'paths':
+      _check_paths(batches, loss)
     facts = batch_facts(batches, loss.reducer, loss.norm)
     trained, frozen = lora.split(state.params)
-    gradient = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype, device=_sharding(x)), trained)
+    with memory.explained_step(trained):
+      gradient = jax.tree.map(
+          lambda x: jnp.zeros(x.shape, x.dtype, device=_sharding(x)), trained)
     parts = []
     with memory.explained_rows(model, batches):
       for rows in batches:
@@ -392,14 +400,16 @@ def make_update_fn(
   return update
 
 
-def _check_paths(batches, reducer) -> None:
-  """Refuses rows with more than a path in them to a reducer of sequences."""
+def _check_paths(batches, loss) -> None:
+  """Refuses rows with more than a path in them to a loss of sequences."""
   for rows in batches:
     lengths = np.sum(rows.token_mask, axis=1, keepdims=True)
     if np.any(rows.token_mask & (rows.end != lengths)):
+      what = (f'reducer {loss.reducer}' if loss.by_token
+              else 'an objective that looks at sequences')
       raise ValueError(
-          f"reducer {reducer}: expected rows of layout='paths', which hold a"
-          ' sequence each, got rows of trees')
+          f"{what}: expected rows of layout='paths', which hold a sequence"
+          ' each, got rows of trees')
 
 
 def _sharding(x):
@@ -559,14 +569,16 @@ def make_outputs_fn(
     nothing = np.zeros(shape, np.float32)
     credit = types.Credit(advantages=nothing, weights=nothing)
     fields = [np.zeros(shape, np.float32) for _ in range(3)]
-    for rows in make_batches(tree, credit, max_tokens):
+    num_shards = sharding.num_row_parts(model.mesh)
+    for rows in make_batches(tree, credit, max_tokens, num_shards=num_shards):
       index = rows.source[rows.action_mask]
       with memory.explained_rows(model, [rows]):
         placed = sharding.place_rows(model.mesh, rows)
         computed = jax.device_get(compute(params, placed))
+      where = np.nonzero(rows.action_mask)  # A mesh may have added rows.
       for field, values in zip(fields, computed):
         if values is not None:
-          field.ravel()[index] = values[rows.action_mask]
+          field.ravel()[index] = values[where]
     has_values = model.config.value_head
     return packing.TokenOutputs(*fields[:2], fields[2] if has_values else None)
 

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from bpo_jax import attention
 from bpo_jax import checks
 from bpo_jax import sampling
-from bpo_jax.models import transformer
 
 _WORD = 32  # Tokens of the vocabulary that share a word of an allowed set.
 _MAX_WIDTH = 1280  # Tokens of the vocabulary in a tile.
@@ -266,7 +266,7 @@ def _logits(temperature, chunk, part, allowed):
   logits = _product(chunk.hidden, part, (2,), (1,)) / temperature
   if allowed is None:
     return logits
-  return jnp.where(allowed, logits, transformer.MASKED_SCORE)
+  return jnp.where(allowed, logits, attention.MASKED_SCORE)
 
 
 def _tile(tiles, table, chunk, i):
@@ -294,7 +294,7 @@ def _forward(temperature, chunk_size, unembedding, rows):
       return _fold(sums, logits, tiles.is_token(chunk.tokens, i))
 
     zero = jnp.zeros(chunk.tokens.shape, jnp.float32)
-    start = _Sums(zero + transformer.MASKED_SCORE, zero, zero, zero)
+    start = _Sums(zero + attention.MASKED_SCORE, zero, zero, zero)
     return None, _finish(jax.lax.fori_loop(0, tiles.count, fold, start))
 
   _, outputs = jax.lax.scan(
@@ -328,7 +328,7 @@ def _finish(sums):
   # Both terms are positive: nothing cancels, however sure the policy is.
   entropies = log_sum - sums.weighted / sums.exp
   # Where nothing is allowed it is a sum over nothing.
-  is_empty = sums.peak == transformer.MASKED_SCORE
+  is_empty = sums.peak == attention.MASKED_SCORE
   normaliser = _Normaliser(
       sums.peak, log_sum, jnp.where(is_empty, 0.0, entropies)
   )

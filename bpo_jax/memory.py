@@ -8,6 +8,7 @@ import numpy as np
 
 from bpo_jax import layouts
 from bpo_jax import packing
+from bpo_jax import sharding
 from bpo_jax.models import transformer
 
 _MARK = 'RESOURCE_EXHAUSTED'
@@ -55,7 +56,7 @@ def explained_rows(
   def sizes():
     rows = max(batches, key=lambda rows: rows.tokens.size)
     num_rows, length = rows.tokens.shape
-    shards = 1 if model.mesh is None else model.mesh.shape['data']
+    shards = sharding.num_row_parts(model.mesh)
     return num_rows // shards, length, int(np.max(rows.positions)) + 1
 
   def work():

@@ -22,41 +22,6 @@ import numpy as np
 _WINDOW = 20  # Updates over which the progress line takes its rates.
 
 
-# ------------------------------------------------------------ (sum, count)
-
-
-class Mean(NamedTuple):
-  """A mean that can still be added to; a pytree, so it crosses jit.
-
-  Attributes:
-    total: sum of the values, in their unit.
-    count: how many values, or what weight, the sum is over.
-  """
-
-  total: Any
-  count: Any
-
-
-def merge(*parts: Mapping[str, Mean]) -> dict[str, Mean]:
-  """Returns the metrics of all parts together, name by name."""
-  merged: dict[str, Mean] = {}
-  for part in parts:
-    for name, mean in part.items():
-      so_far = merged.get(name, Mean(0, 0))
-      merged[name] = Mean(
-          so_far.total + mean.total, so_far.count + mean.count
-      )
-  return merged
-
-
-def compute(metrics: Mapping[str, Mean]) -> dict[str, float]:
-  """Returns total / count; a name with nothing to count is left out."""
-  return {
-      name: float(mean.total) / float(mean.count)
-      for name, mean in metrics.items() if float(mean.count) != 0.0
-  }
-
-
 # ----------------------------------------------------------------- writers
 
 

@@ -7,8 +7,8 @@ together as
 
   loss = reduce(-surrogate + kl_coef * kl - entropy_coef * entropy, ...)
 
-Every surrogate is called as `(log_probs, behaviour_log_probs, advantages, *,
-scalars, mask)`, so that a learner can take any of them.
+Every surrogate is called as `(log_probs, behaviour_log_probs, advantages,
+mask=..., **scalars)`, so that a learner can take any of them.
 """
 
 import typing
@@ -178,6 +178,10 @@ def future_kl_surrogate(
   surrogate = _clip(jnp.exp(log_ratio), advantages * (1.0 + weight),
                     clip_epsilon_low, clip_epsilon_high, dual_clip)
   return masked.fill(surrogate, mask)
+
+
+# Surrogates whose terms look at the whole row, which must be one sequence.
+OF_SEQUENCES = (sequence_ratio_surrogate, future_kl_surrogate)
 
 
 def kl(log_probs: chex.Array, reference_log_probs: chex.Array,

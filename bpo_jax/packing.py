@@ -335,9 +335,10 @@ def sharing_ratio(tree: trees.Tree) -> float:
 def metrics(batches: Sequence[PackedRows]) -> dict[str, float]:
   """Returns what the rows of an update are like, by name.
 
-  rows/tokens: those that are run. rows/repeated: the share of them that a cut,
-  or a path of its own, made to be run again. rows/padding: the share of places
-  that hold none.
+  rows/tokens: those that are run. rows/trained_tokens: action tokens among
+  them. rows/repeated: the share of them that a cut, or a path of its own, made
+  to be run again. rows/computed_tokens: places for tokens. rows/padding: the
+  share of places that hold none.
   """
   sources = [batch.source[batch.token_mask] for batch in batches]
   num_tokens = sum(map(len, sources))
@@ -345,6 +346,9 @@ def metrics(batches: Sequence[PackedRows]) -> dict[str, float]:
   unique = len(np.unique(np.concatenate(sources))) if sources else 0
   return {
       'rows/tokens': float(num_tokens),
+      'rows/trained_tokens': float(
+          sum(batch.action_mask.sum() for batch in batches)),
+      'rows/computed_tokens': float(places),
       'rows/repeated': 1 - unique / num_tokens if num_tokens else 0.0,
       'rows/padding': 1 - num_tokens / places if places else 0.0,
   }
@@ -353,8 +357,7 @@ def metrics(batches: Sequence[PackedRows]) -> dict[str, float]:
 def attention_mask(rows: PackedRows) -> jax.Array:
   """Returns [R, L, L] bool: j <= i < end[j], or j = i so no row is empty."""
   place = jnp.arange(rows.tokens.shape[1])
-  i, j = place[:, None], place[None]
-  return (j <= i) & (i < rows.end[:, None]) | (i == j)
+  return attention.visible(rows.end[:, None], place[:, None], place)
 
 
 def token_outputs(
@@ -414,27 +417,6 @@ def token_log_probs(
     model = model.clone(config=config)
   outputs = token_outputs(model, params, rows, temperature)
   return outputs.log_probs, outputs.entropies
-
-
-def token_values(
-    model: transformer.Transformer, params: dict, rows: PackedRows
-) -> jax.Array:
-  """Returns V of the state before each action token, from what predicts it.
-
-  Args:
-    model: a network with a value head.
-    params: its parameters; gradients flow to them.
-    rows: packed rows.
-
-  Returns:
-    [R, L] float32, reward units, 0 off `path_mask`.
-
-  Raises:
-    ValueError: if the network has no value head.
-  """
-  hidden = _predictors(model, params, rows)
-  return _on_path(
-      model.apply({'params': params}, hidden, method='values'), rows)
 
 
 def _predictors(model, params, rows):

@@ -111,7 +111,7 @@ class Grower:
   def __init__(
       self,
       model: transformer.Transformer,
-      environment: Any,
+      environment: types.Environment,
       sampler: sampling.SamplerConfig,
       max_turns: int,
       debug: bool = False,
@@ -135,7 +135,7 @@ class Grower:
         of the mesh, or the sampler is not the model's.
     """
     self.model, self.mesh = model, model.mesh
-    self.row_multiple = 1 if self.mesh is None else self.mesh.shape['data']
+    self.row_multiple = sharding.num_row_parts(self.mesh)
     if max_rows is not None:
       checks.at_least('max_rows', max_rows, 1)
       if max_rows % self.row_multiple:
@@ -217,7 +217,9 @@ class Grower:
           f'expected at least one task and one backbone, got {len(tasks)} and'
           f' {num_backbones}'
       )
-    growth = _Growth(self, params, tasks, rng_key, greedy)
+    num_rows = self.num_rows(len(tasks))
+    with memory.explained_episodes(lambda: num_rows, len(tasks)):
+      growth = _Growth(self, params, tasks, rng_key, greedy)
     with contextlib.closing(growth), memory.explained_episodes(
         lambda: growth.num_rows, len(tasks)):
       growth.lay_backbones(num_backbones, is_last=not branch)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from bpo_jax import attention
 from bpo_jax import checks
 from bpo_jax import sharding
 from bpo_jax.models import transformer
@@ -144,7 +145,7 @@ def token_distribution(
   """
   logits = logits / temperature
   if allowed is not None:
-    logits = jnp.where(allowed, logits, transformer.MASKED_SCORE)
+    logits = jnp.where(allowed, logits, attention.MASKED_SCORE)
   log_probs = jax.nn.log_softmax(logits, axis=-1)
   weighted = jnp.exp(log_probs) * log_probs
   if allowed is not None:

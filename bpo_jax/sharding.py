@@ -75,6 +75,11 @@ def make_mesh(
       tuple(sizes.values()), AXES, axis_types=auto, devices=devices[:count])
 
 
+def num_row_parts(mesh: jax.sharding.Mesh | None) -> int:
+  """Returns among how many devices rows are parted; 1 without a mesh."""
+  return 1 if mesh is None else mesh.shape['data']
+
+
 def check(
     mesh: jax.sharding.Mesh, config: transformer.TransformerConfig
 ) -> None:

@@ -77,7 +77,7 @@ def _check_arrays(tree):
       raise ValueError(f'{name}: expected shape {expected}, got {got}')
 
 
-def _refuse(bad, name, values, expected):
+def refuse(bad, name, values, expected):
   """Raises ValueError with the first entry of `values` where `bad` holds."""
   where = np.argwhere(bad)
   if len(where):
@@ -92,18 +92,18 @@ def _refuse(bad, name, values, expected):
 def _check_shape_of_trees(tree):
   """Checks which nodes are real, and who is whose parent."""
   parents, real = np.asarray(tree.parents), np.asarray(tree.node_mask)
-  refuse = functools.partial(_refuse, name='parents', values=parents)
+  refuse_parents = functools.partial(refuse, name='parents', values=parents)
   index = np.arange(parents.shape[1])
   root = real & (parents == types.NO_PARENT)
   has_parent = parents != types.NO_PARENT
-  refuse(has_parent & ~real, expected='NO_PARENT on padding')
-  refuse(root & (index > 0), expected='the root at node 0 alone')
-  refuse((real.any(axis=1) & ~root[:, 0])[:, None],
-         expected='a root at node 0')
-  refuse(has_parent & ((parents < 0) | (parents >= index)),
-         expected='an index from 0 to below the node\'s own')
-  refuse(has_parent & ~_at_parent(real, parents),
-         expected='a real node, not padding')
+  refuse_parents(has_parent & ~real, expected='NO_PARENT on padding')
+  refuse_parents(root & (index > 0), expected='the root at node 0 alone')
+  refuse_parents((real.any(axis=1) & ~root[:, 0])[:, None],
+                 expected='a root at node 0')
+  refuse_parents(has_parent & ((parents < 0) | (parents >= index)),
+                 expected='an index from 0 to below the node\'s own')
+  refuse_parents(has_parent & ~_at_parent(real, parents),
+                 expected='a real node, not padding')
 
 
 def _check_nodes(tree):
@@ -113,21 +113,21 @@ def _check_nodes(tree):
       tree.terminal, tree.truncated, tree.rewards, tree.birth, tree.anchor))
   has_parent = parents != types.NO_PARENT
   for name, ended in (('terminal', terminal), ('truncated', truncated)):
-    _refuse(ended & ~real, name, ended, 'False on padding')
-    _refuse(has_parent & _at_parent(ended, parents), 'parents', parents,
-            f'no child of a {name} node')
-  _refuse(terminal & truncated, 'truncated', truncated,
-          'False where terminal is True')
-  _refuse(real & ~np.isfinite(rewards), 'rewards', rewards, 'finite rewards')
+    refuse(ended & ~real, name, ended, 'False on padding')
+    refuse(has_parent & _at_parent(ended, parents), 'parents', parents,
+           f'no child of a {name} node')
+  refuse(terminal & truncated, 'truncated', truncated,
+         'False where terminal is True')
+  refuse(real & ~np.isfinite(rewards), 'rewards', rewards, 'finite rewards')
   totals = _path_totals(rewards, parents, real)
-  _refuse(np.abs(totals) > _MAX_RETURN, 'rewards', totals,
-          f'returns of paths between -{_MAX_RETURN:g} and {_MAX_RETURN:g}')
-  _refuse(real & (birth < 0), 'birth', birth, '0 or more')
-  _refuse(real & ~has_parent & (birth > 0), 'birth', birth, '0 at the root')
-  _refuse(has_parent & (birth < _at_parent(birth, parents)), 'birth', birth,
-          'at least that of the parent')
-  _refuse(real & (anchor < types.UNKNOWN_ANCHOR), 'anchor', anchor,
-          f'{types.UNKNOWN_ANCHOR} or more')
+  refuse(np.abs(totals) > _MAX_RETURN, 'rewards', totals,
+         f'returns of paths between -{_MAX_RETURN:g} and {_MAX_RETURN:g}')
+  refuse(real & (birth < 0), 'birth', birth, '0 or more')
+  refuse(real & ~has_parent & (birth > 0), 'birth', birth, '0 at the root')
+  refuse(has_parent & (birth < _at_parent(birth, parents)), 'birth', birth,
+         'at least that of the parent')
+  refuse(real & (anchor < types.UNKNOWN_ANCHOR), 'anchor', anchor,
+         f'{types.UNKNOWN_ANCHOR} or more')
 
 
 def _path_totals(rewards, parents, real):
@@ -145,23 +145,23 @@ def _check_tokens(tree):
   tokens, mask, action = map(
       np.asarray, (tree.tokens, tree.token_mask, tree.action_mask))
   real = np.asarray(tree.node_mask)[..., None]
-  _refuse(mask & ~real, 'token_mask', mask, 'False on padding nodes')
+  refuse(mask & ~real, 'token_mask', mask, 'False on padding nodes')
   starts_late = mask & ~np.pad(mask, ((0, 0), (0, 0), (1, 0)),
                                constant_values=True)[..., :-1]
-  _refuse(starts_late, 'token_mask', mask, 'a prefix of the node')
-  _refuse(action & ~mask, 'action_mask', action, 'a subset of token_mask')
-  _refuse(mask & (tokens < 0), 'tokens', tokens, '0 or more at real tokens')
+  refuse(starts_late, 'token_mask', mask, 'a prefix of the node')
+  refuse(action & ~mask, 'action_mask', action, 'a subset of token_mask')
+  refuse(mask & (tokens < 0), 'tokens', tokens, '0 or more at real tokens')
   for name, sign, bound in (('behaviour_log_probs', 1, 'at most'),
                             ('entropies', -1, 'at least')):
     values = np.asarray(getattr(tree, name))
-    _refuse(action & ~np.isfinite(values), name, values,
-            'finite values at action tokens')
-    _refuse(action & (sign * values > _ROUNDING), name, values,
-            f'{bound} 0 at action tokens')
-    _refuse(~action & (values != 0), name, values, '0 off action tokens')
+    refuse(action & ~np.isfinite(values), name, values,
+           'finite values at action tokens')
+    refuse(action & (sign * values > _ROUNDING), name, values,
+           f'{bound} 0 at action tokens')
+    refuse(~action & (values != 0), name, values, '0 off action tokens')
   values = np.asarray(tree.behaviour_log_probs)
-  _refuse(action & (values < _MIN_LOG_PROB), 'behaviour_log_probs', values,
-          f'at least {_MIN_LOG_PROB:g} at action tokens')
+  refuse(action & (values < _MIN_LOG_PROB), 'behaviour_log_probs', values,
+         f'at least {_MIN_LOG_PROB:g} at action tokens')
   if tree.allowed is not None:
     _check_allowed(tokens, action, np.asarray(tree.allowed))
 
@@ -172,8 +172,8 @@ def _check_allowed(tokens, action, allowed):
   last = allowed.shape[-1] - 1
   words = np.take_along_axis(allowed, np.minimum(word, last)[..., None], -1)
   is_allowed = (word <= last) & ((words[..., 0] >> bit.astype('u4')) & 1 > 0)
-  _refuse(action & ~is_allowed, 'tokens', tokens,
-          'a token of `allowed` at action tokens')
+  refuse(action & ~is_allowed, 'tokens', tokens,
+         'a token of `allowed` at action tokens')
 
 
 def _at_parent(values, parents):

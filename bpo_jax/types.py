@@ -47,19 +47,27 @@ class BranchPlan:
 
 
 class Environment(Protocol):
-  """A forkable sandbox as a rollout sees it; states are values."""
+  """A batch of forkable sandboxes as a rollout sees it, states by handle.
 
-  def tasks(self, split: str) -> Sequence[Any]:
-    """Returns the split's tasks in a fixed order."""
+  Attributes:
+    codec: between text and tokens; its `observation_length` bounds a turn.
+  """
 
-  def reset(self, task: Any, seed: int = 0) -> tuple[Any, Any]:
-    """Returns the first state of `task` and its time step."""
+  codec: Any
 
-  def step(self, state: Any, action: str) -> tuple[Any, Any]:
-    """Returns the state after `action`; `state` itself stays as it was."""
+  def reset(self, tasks: Sequence[Any], seeds: Sequence[int]
+            ) -> tuple[Any, list[list[int]]]:
+    """Returns the first states of R tasks, and the tokens of their prompts."""
 
-  def release(self, state: Any) -> None:
-    """Frees what `state` holds."""
+  def step(self, handles: Array, actions: Array, active: Array,
+           lengths: Array | None = None) -> Any:
+    """Steps R states, under jit or not; the old states stay as they were."""
+
+  def release(self, handles: Sequence[int]) -> None:
+    """Drops a reference of each handle."""
+
+  def raise_pending(self) -> None:
+    """Raises, once, what could not be raised while stepping."""
 
 
 class Estimator(Protocol):

@@ -532,10 +532,9 @@ def _shares(parts, products, num_groups, num_trees, confidence):
   left = masked.fill(masked.divide(within, total), known)
   by_weighted = masked.divide(
       masked.divide(alive, count), weight * jnp.where(known, total, 1))
-  slope = masked.fill(jnp.stack([
-      by_weighted, *(sign * masked.divide(left, x) for sign, x in (
-          (-1, weight), (1, alive), (-1, numerator), (1, denominator),
-          (-1, count)))], axis=-1), known[:, None])
+  signs = jnp.asarray([0, -1, 1, -1, 1, -1])
+  slope = masked.divide(signs * left[:, None], parts).at[:, 0].set(by_weighted)
+  slope = masked.fill(slope, known[:, None])
   square = jnp.einsum('di,dij,dj->d', slope, products, slope)
   num_trees = masked.divide(jnp.square(num_trees[:, 0]), num_trees[:, 1])
   effective = jnp.minimum(num_trees, masked.divide(

@@ -57,7 +57,7 @@ def max_of_children(values: chex.Array, parents: chex.Array,
   """Returns for every node the largest entry of its children, or -1.
 
   Args:
-    values: [..., N] int32, not negative.
+    values: [..., N], not negative.
     parents: [..., N] int32, NO_PARENT for the root and for padding.
     mask: [..., N] bool, True for children that count.
   """

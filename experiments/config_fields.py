@@ -13,7 +13,6 @@ A field says what it means, and what values it takes, where it is declared:
 from collections.abc import Sequence
 import dataclasses
 import difflib
-import enum
 import math
 import types
 import typing
@@ -136,8 +135,6 @@ def describe(annotation: Any) -> str:
     if arguments[-1] is Ellipsis:
       return f'{describe(arguments[0])} values with commas between'
     return ','.join(describe(argument) for argument in arguments)
-  if issubclass(annotation, enum.Enum):
-    return 'one of ' + _join([member.name.lower() for member in annotation])
   return {bool: 'true or false', str: 'text'}.get(
       annotation, annotation.__name__)
 

@@ -10,15 +10,12 @@ A binary is three lines:
   if __name__ == '__main__':
     config_flags.run(main)
 
-A flag has its field's name, type, default, range and help text; the fields of a
-nested config are called `outer.inner`. A value or a name that is wrong ends the
-program with one line that says what was expected.
+A flag has its field's name, type, default, range and help text. A value or a
+name that is wrong ends the program with one line that says what was expected.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-import difflib
-import enum
 import sys
 import typing
 from typing import Any, Literal, TypeVar
@@ -39,15 +36,12 @@ flags.disclaim_key_flags()
 
 
 def define(
-    config_class: type,
-    prefix: str = '',
-    flag_values: flags.FlagValues = flags.FLAGS,
+    config_class: type, flag_values: flags.FlagValues = flags.FLAGS
 ) -> None:
-  """Defines a flag for every field of a config, nested configs included.
+  """Defines a flag for every field of a config.
 
   Args:
     config_class: a frozen dataclass of `config_fields.field`s.
-    prefix: put before every name.
     flag_values: where the flags go.
 
   Raises:
@@ -55,17 +49,11 @@ def define(
   """
   annotations = config_fields.annotations_of(config_class)
   for spec in dataclasses.fields(config_class):
-    annotation = annotations[spec.name]
-    if dataclasses.is_dataclass(annotation):
-      define(annotation, f'{prefix}{spec.name}.', flag_values)
-    else:
-      _define_field(spec, annotation, prefix + spec.name, flag_values)
+    _define_field(spec, annotations[spec.name], flag_values)
 
 
 def read(
-    config_class: type[Config],
-    prefix: str = '',
-    flag_values: flags.FlagValues = flags.FLAGS,
+    config_class: type[Config], flag_values: flags.FlagValues = flags.FLAGS
 ) -> Config:
   """Returns the config that the flags spell out.
 
@@ -73,14 +61,8 @@ def read(
     flags.IllegalFlagValueError: if values that are right one by one do not go
       together, by the config's own `__post_init__`. `run` prints it.
   """
-  annotations = config_fields.annotations_of(config_class)
-  values = {}
-  for spec in dataclasses.fields(config_class):
-    annotation, name = annotations[spec.name], prefix + spec.name
-    if dataclasses.is_dataclass(annotation):
-      values[spec.name] = read(annotation, f'{name}.', flag_values)
-    else:
-      values[spec.name] = flag_values[name].value
+  values = {spec.name: flag_values[spec.name].value
+            for spec in dataclasses.fields(config_class)}
   try:
     return config_class(**values)
   except ValueError as error:
@@ -144,28 +126,6 @@ def from_dict(config_class: type[Config], values: Mapping[str, Any]) -> Config:
   )
 
 
-def diff(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
-  """Returns dotted name -> (old value, new value) of the fields that differ.
-
-  Raises:
-    ValueError: if the two are not of one config class.
-  """
-  if type(old) is not type(new):
-    raise ValueError(
-        f'cannot compare {type(old).__name__} with {type(new).__name__}: two '
-        'configs of one class were expected.'
-    )
-  changed = {}
-  for spec in dataclasses.fields(old):
-    a, b = getattr(old, spec.name), getattr(new, spec.name)
-    if dataclasses.is_dataclass(a) and type(a) is type(b):
-      inner = diff(a, b)
-      changed |= {f'{spec.name}.{name}': pair for name, pair in inner.items()}
-    elif a != b:
-      changed[spec.name] = (_plain(a), _plain(b))
-  return changed
-
-
 class _FieldParser(flags.ArgumentParser):
   """Parses the text of one flag into a value that its field allows."""
 
@@ -207,11 +167,11 @@ class _FieldSerializer(flags.ArgumentSerializer):
 class _FieldFlag(flags.Flag):
   """A flag that takes None by name, and --name / --noname where it is bool."""
 
-  def __init__(self, annotation: Any, spec: dataclasses.Field, name: str):
+  def __init__(self, annotation: Any, spec: dataclasses.Field):
     default = spec.default
     super().__init__(
         _FieldParser(annotation, spec.metadata),
-        _FieldSerializer(spec.metadata), name,
+        _FieldSerializer(spec.metadata), spec.name,
         None if default is dataclasses.MISSING else default, _help_text(spec),
         boolean=bool in (annotation, config_fields.optional_of(annotation)),
     )
@@ -220,16 +180,15 @@ class _FieldFlag(flags.Flag):
 def _define_field(
     spec: dataclasses.Field,
     annotation: Any,
-    name: str,
     flag_values: flags.FlagValues,
 ) -> None:
   try:
-    flag = _FieldFlag(annotation, spec, name)
+    flag = _FieldFlag(annotation, spec)
   except flags.IllegalFlagValueError as error:
     raise ValueError(f'the default of {error}') from error
   flags.DEFINE_flag(flag, flag_values)
   if spec.default is dataclasses.MISSING:
-    flags.mark_flag_as_required(name, flag_values)
+    flags.mark_flag_as_required(spec.name, flag_values)
 
 
 def _help_text(spec: dataclasses.Field) -> str:
@@ -265,9 +224,6 @@ def _from_text(text: str, annotation: Any) -> Any:
     return named.get(text, text)
   if annotation is bool:
     return _BOOLEANS.get(text.strip().lower(), text)
-  if issubclass(annotation, enum.Enum):
-    named = {member.name.lower(): member for member in annotation}
-    return named.get(text.strip().lower(), text)
   try:
     return annotation(text)
   except ValueError:
@@ -277,18 +233,12 @@ def _from_text(text: str, annotation: Any) -> Any:
 def _to_text(value: Any) -> str:
   if isinstance(value, tuple):
     return ','.join(map(_to_text, value))
-  if isinstance(value, enum.Enum):
-    return value.name.lower()
   if value is None or isinstance(value, bool):
     return str(value).lower()
   return str(value)
 
 
 def _plain(value: Any) -> Any:
-  if dataclasses.is_dataclass(value):
-    return to_dict(value)
-  if isinstance(value, enum.Enum):
-    return value.name.lower()
   if isinstance(value, tuple):
     return [_plain(element) for element in value]
   return value
@@ -298,15 +248,11 @@ def _from_plain(value: Any, annotation: Any) -> Any:
   inner = config_fields.optional_of(annotation)
   if inner is not None and value is not None:
     return _from_plain(value, inner)
-  if dataclasses.is_dataclass(annotation) and isinstance(value, Mapping):
-    return from_dict(annotation, value)
   if typing.get_origin(annotation) is tuple and isinstance(value, list):
     elements = config_fields.tuple_elements(annotation, len(value))
     if len(elements) != len(value):
       return tuple(value)
     return tuple(map(_from_plain, value, elements))
-  if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-    return _from_text(str(value), annotation)
   return value
 
 
@@ -318,18 +264,11 @@ def _run_main(main: Callable[[Sequence[str]], Any], argv: Sequence[str]) -> Any:
 
 
 def _unknown_flag(name: str, names: Sequence[str]) -> str:
-  """Names the flags that are spelled like `name`, or nested under it."""
+  """Names the flags that are spelled like `name`."""
   if name.startswith('no') and name[2:] in names:
     return f'--{name}: flag {name[2:]} is not true or false; give it a value.'
-  close = config_fields.near(name, list(names)) or _near_inner(name, names)
+  close = config_fields.near(name, list(names))
   return f'Unknown flag --{name}.' + (close or ' See --help for all flags.')
-
-
-def _near_inner(name: str, names: Sequence[str]) -> str:
-  """Like `config_fields.near`, by the last part of dotted names."""
-  full = {n.rsplit('.', 1)[-1]: n for n in names}
-  close = difflib.get_close_matches(name.rsplit('.', 1)[-1], list(full), n=3)
-  return config_fields.near(full[close[0]], list(names)) if close else ''
 
 
 def _exit(message: str) -> typing.NoReturn:

@@ -20,7 +20,6 @@ check = config_fields.check
 _DEFAULT_UPDATES = {'household': 40, 'alfworld': 120}
 
 _MAX_SEED = 2**32 - 1  # JAX takes no more bits of it.
-_MOST = 2**31 - 1  # What is counted is counted in int32.
 
 # ALFWorld's is that of the BPO paper (arXiv 2607.14171).
 _TURN_LIMITS = {'household': 20, 'alfworld': 40}
@@ -250,10 +249,10 @@ class TrainConfig(OptionConfig):
       min=1,
   )
   budget_steps: int | None = field(
-      None, 'Environment steps to take.', min=1, max=_MOST
+      None, 'Environment steps to take.', min=1, max=checks.MOST
   )
   budget_tokens: int | None = field(
-      None, 'Action tokens to generate.', min=1, max=_MOST
+      None, 'Action tokens to generate.', min=1, max=checks.MOST
   )
   tasks_per_update: int = field(16, 'Tasks, each a tree, per update.', min=1)
 
@@ -364,9 +363,9 @@ class TrainConfig(OptionConfig):
     return _DEFAULT_UPDATES[self.env]
 
 
-@dataclasses.dataclass(frozen=True)
-class EvaluateConfig:
-  """One evaluation of a run's policy."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+  """Which policy of a run to take up again."""
 
   workdir: str = field(help='The run: the --workdir that it was trained with.')
   data: str | None = field(
@@ -376,6 +375,23 @@ class EvaluateConfig:
       None, 'The model it was trained from; None for where it was then.',
       not_blank=True,
   )
+  warm_start: bool = field(
+      False, 'Take the policy that training began with instead.'
+  )
+  step: int | None = field(
+      None, 'Update whose checkpoint to take; None for the last one.', min=0
+  )
+
+  def __post_init__(self):
+    check(self)
+    if self.warm_start and self.step is not None:
+      raise ValueError('--warm_start and --step exclude each other')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(RunConfig):
+  """One evaluation of a run's policy."""
+
   split: str = field('valid_unseen', 'Split to evaluate on.')
   tasks: int | None = field(
       None, 'Tasks of it, spread evenly; None for all.', min=1
@@ -386,51 +402,21 @@ class EvaluateConfig:
       'Whether to take the likeliest tokens (yes), to draw them (no), or both.',
       choices=('both', 'yes', 'no'),
   )
-  warm_start: bool = field(
-      False, 'Score the policy that training began with instead.'
-  )
-  step: int | None = field(
-      None, 'Update whose checkpoint to take; None for the last one.', min=0
-  )
   seed: int = field(
       0, 'Seed of the sampled episodes.', min=0, max=_MAX_SEED
   )
   out: str | None = field(None, 'JSON file to write the scores to.')
 
-  def __post_init__(self):
-    check(self)
-    if self.warm_start and self.step is not None:
-      raise ValueError('--warm_start and --step exclude each other')
 
-
-@dataclasses.dataclass(frozen=True)
-class ExportConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportConfig(RunConfig):
   """One language model to write out."""
 
-  workdir: str = field(help='The run: the --workdir that it was trained with.')
   out: str = field(help='Directory to write; it must be free or empty.')
-  data: str | None = field(
-      None, "ALFWorld's data; None for where they were in training."
-  )
-  model: str | None = field(
-      None, 'The model it was trained from; None for where it was then.',
-      not_blank=True,
-  )
-  warm_start: bool = field(
-      False, 'Write the policy that training began with instead.'
-  )
-  step: int | None = field(
-      None, 'Update whose checkpoint to take; None for the last one.', min=0
-  )
   dtype: str = field(
       'float32', 'What the weights are rounded to.',
       choices=('float32', 'bfloat16'),
   )
-
-  def __post_init__(self):
-    check(self)
-    if self.warm_start and self.step is not None:
-      raise ValueError('--warm_start and --step exclude each other')
 
 
 # What a resumed run may set anew: how long it is and how it is watched.

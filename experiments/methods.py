@@ -16,9 +16,7 @@ from bpo_jax import algorithms
 from bpo_jax import branching
 from bpo_jax import checks
 from bpo_jax import learner
-from bpo_jax import objectives
 from bpo_jax import options
-from bpo_jax import packing
 from bpo_jax import tree as tree_lib
 from bpo_jax import types
 from bpo_jax.branching import depths
@@ -83,7 +81,7 @@ def _bounds(option: options.Option) -> dict[str, Any]:
   """Returns the range of an option that counts; kernels check the others."""
   is_count = int in (option.annotation, config_fields.optional_of(
       option.annotation))
-  return {'min': 0, 'max': 2**31 - 1} if is_count else {}
+  return {'min': 0, 'max': checks.MOST} if is_count else {}
 
 
 def _help(name: str, text: str, holders: list[str]) -> str:
@@ -268,18 +266,6 @@ def _loss(algorithm, config) -> learner.LossConfig:
     # Tokens of the longest path: a constant, so that length is no discount.
     values['sequence_norm'] = float(config.turn_limit * config.action_length)
   return learner.LossConfig(**values)
-
-
-def layout(method: Method) -> packing.Layout:
-  """Returns how trees are laid out in rows for the method's loss.
-
-  Whole trees, each token once, where a token's term depends on itself alone;
-  paths where an objective or a reducer looks at whole sequences.
-  """
-  by_token = (
-      options.unwrap(method.objective) is objectives.clipped_surrogate
-      and method.loss.reducer == 'token_mean')
-  return 'trees' if by_token else 'paths'
 
 
 def check(method: Method) -> None:

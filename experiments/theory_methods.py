@@ -192,8 +192,7 @@ def design_of(task: enumerable.Task, num_updates: int = 8, num_trees: int = 128
 # What branch policies and estimators may ask for, by argument name.
 _FOR_POLICIES = dict(
     design=lambda forest: design_of(forest.task),
-    values=lambda forest: forest.at_end(forest.task.values),
-    remaining_costs=lambda forest: forest.at_end(forest.task.remaining))
+    values=lambda forest: forest.at_end(forest.task.values))
 _FOR_ESTIMATORS = dict(
     values=lambda forest: forest.before(forest.task.values),
     implicit_rewards=_implicit_rewards, golden=_golden,

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import shutil
 import sys
 import time
 from typing import Any
@@ -52,6 +53,7 @@ _THRESHOLD_DECAY = 0.9  # Of the running quantile of entropies, per update.
 # Keys are folded in: tasks from 0 up, stages of branching from here down.
 _PLAN = 2**31 - 2
 _EVALUATION = 2**31 - 1
+_TASKS_LOOKED_AT = 8  # For how long their episodes may be.
 
 
 @dataclasses.dataclass
@@ -108,6 +110,8 @@ def set_up(config: configs.TrainConfig) -> Run:
   is_new = checkpoint.latest_step(workdir / 'checkpoints') is None
   params = assembly.init_params(config, alone)
   origin = assembly.origin_of(alone, params)
+  if config.resume:
+    warm_start.check_kept(workdir, alone, origin)
   if is_new:
     check_config(config, workdir)
   # The warm start is made on one device: runs of all meshes share it.
@@ -139,6 +143,8 @@ def check_lengths(
 ) -> None:
   """Refuses rows that an episode may not go in, before there is one.
 
+  It is the first few tasks that are looked at, since each has to be set up. A
+  prompt of another that is longer still is refused when its tree is packed.
   Warns of episodes that are longer than what a language model was made for.
 
   Raises:
@@ -148,7 +154,8 @@ def check_lengths(
   most = model.max_positions if model is not None else None
   if config.row_length is None and most is None:
     return
-  some = (agent.playable(tasks, i) for i in range(min(8, len(tasks))))
+  first = range(min(_TASKS_LOOKED_AT, len(tasks)))
+  some = (agent.playable(tasks, index) for index in first)
   longest = max(
       (agent.longest_path(task) for task in some if task is not None),
       default=0)
@@ -161,7 +168,8 @@ def check_lengths(
   if config.row_length is not None and config.row_length < longest:
     raise ValueError(
         f'row_length: expected room for a path of {longest} tokens, which'
-        f' {config.turn_limit} turns may have, got {config.row_length}; raise'
+        f' {config.turn_limit} turns may have in the first {_TASKS_LOOKED_AT}'
+        f' tasks, got {config.row_length}; raise'
         ' --row_length or leave it out, or lower --max_turns,'
         ' --observation_length or --max_action_tokens')
 
@@ -188,8 +196,9 @@ def make_workdir(config: configs.TrainConfig) -> pathlib.Path:
         ' they are of; put it back, or take another --workdir'
     )
   # Of a run that did not come to its first checkpoint, and is not gone on with.
-  if not has_run and not config.resume:
-    config_file.unlink(missing_ok=True)
+  if not has_run and not config.resume and config_file.exists():
+    shutil.rmtree(workdir / warm_start.FOLDER, ignore_errors=True)
+    config_file.unlink()
   if has_run and not config.resume:
     raise ValueError(
         f'{workdir} holds a run already; pass --resume to go on with it, or'
@@ -317,22 +326,19 @@ def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
       updates since the last checkpoint.
   """
   config, agent, method = run.config, run.agent, run.method
+  loss = learner.make_policy_loss(method.loss, method.objective)
   update_fn = learner.make_update_fn(
       assembly.learning_model(config, agent),
-      assembly.make_optimizer(config),
-      learner.make_policy_loss(method.loss, method.objective),
-      config.temperature,
-  )
+      assembly.make_optimizer(config), loss, config.temperature)
   reference = run.reference if method.loss.kl_coef else None
-  layout = methods.layout(method)
   mesh = agent.model.mesh
-  num_shards = 1 if mesh is None else mesh.shape['data']
+  num_shards = sharding.num_row_parts(mesh)
   credit_fn = jax.jit(method.credit)
   codec, clock = agent.batched.codec, Clock()
   clock.lap('time/saving')  # Later, that of the update before.
   while budget_spent(config, run.state) < 1.0:
     environment_seconds = agent.batched.seconds
-    cut = codec.truncated_observations
+    cut, collisions = codec.truncated_observations, codec.command_collisions
     number = int(run.state.update) + 1
     tasks, tasks_seen = next_tasks(run)
     grown = grow(run, tasks)
@@ -341,8 +347,8 @@ def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
     given = run.needs.give(run.state, grown.tree, tasks)
     clock.lap('time/needs')
     batches = learner.make_batches(
-        given.tree, credit_fn(bare(given.tree), **given.arrays),
-        config.max_tokens, layout=layout, row_length=config.row_length,
+        given.tree, credit_fn(needs_lib.bare(given.tree), **given.arrays),
+        config.max_tokens, layout=loss.layout, row_length=config.row_length,
         num_shards=num_shards,
         value_targets=given.value_targets,
         old_values=given.arrays.get('values'), debug=config.debug)
@@ -358,25 +364,12 @@ def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
     run.state = sharding.place(
         mesh, count_up(run, state, grown, tasks_seen))
     yield number, {
-        **tree_metrics(grown.tree),
+        **update_metrics(run, grown, given, batches),
         **values,
-        **given.metrics,
-        'steps': grown.compute.environment_steps,
-        'tokens': grown.compute.generated_tokens,
-        'total/steps': int(run.state.environment_steps),
-        'total/tokens': int(run.state.generated_tokens),
-        'tree/unspent_forks': grown.unspent,
-        'rows/sampled_share': grown.utilisation,
-        'rows/trained_tokens': sum(
-            int(batch.action_mask.sum()) for batch in batches),
-        'rows/computed_tokens': sum(batch.tokens.size for batch in batches),
-        'rows/sharing': packing.sharing_ratio(bare(given.tree)),
-        **packing.metrics(batches),
         'learning_rate': rate,
-        'branch_threshold': float(run.state.branch_threshold),
         'skipped_tasks': skipped,
-        'errors': sum(n for status, n in grown.statuses.items() if status > 1),
         'codec/truncated_observations': codec.truncated_observations - cut,
+        'codec/command_collisions': codec.command_collisions - collisions,
         **clock.laps,
         'time/update': clock.total(),
     }
@@ -384,6 +377,27 @@ def train(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
     if number % config.save_every == 0 or budget_spent(config, run.state) >= 1:
       save(run)
     clock.lap('time/saving')
+
+
+def update_metrics(
+    run: Run, grown: rollout.Rollout, given: needs_lib.Given,
+    batches: Sequence[packing.PackedRows]
+) -> dict[str, float]:
+  """Returns what the trees of an update and their rows tell, by name."""
+  return {
+      **tree_metrics(grown.tree),
+      **given.metrics,
+      'steps': grown.compute.environment_steps,
+      'tokens': grown.compute.generated_tokens,
+      'total/steps': int(run.state.environment_steps),
+      'total/tokens': int(run.state.generated_tokens),
+      'tree/unspent_forks': grown.unspent,
+      'rows/sampled_share': grown.utilisation,
+      'rows/sharing': packing.sharing_ratio(needs_lib.bare(given.tree)),
+      **packing.metrics(batches),
+      'branch_threshold': float(run.state.branch_threshold),
+      'errors': sum(n for status, n in grown.statuses.items() if status > 1),
+  }
 
 
 def grow(run: Run, tasks: Sequence[Any]) -> rollout.Rollout:
@@ -409,11 +423,6 @@ def refuse_infinite(
         f' in {run.workdir}, if one was due before, is whole; start another'
         ' run with a lower --learning_rate.'
     )
-
-
-def bare(tree: trees.Tree) -> trees.Tree:
-  """Returns the tree without the sets of allowed tokens, which are large."""
-  return tree.replace(allowed=None)
 
 
 def count_up(
@@ -555,7 +564,7 @@ def main(argv: Sequence[str]) -> None:
   assembly.use_compilation_cache(config)
   try:
     run = set_up(config)
-  except (ImportError, ValueError, OSError) as error:
+  except (ImportError, MemoryError, OSError, ValueError) as error:
     raise flags.IllegalFlagValueError(str(error)) from error
   try:
     run_training(run)

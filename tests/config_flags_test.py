@@ -1,7 +1,6 @@
 """Tests of configs' machinery and of the flags made from it."""
 
 import dataclasses
-import enum
 import json
 import os
 import pathlib
@@ -19,18 +18,6 @@ _REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 field = configs.field
 
 
-class _Device(enum.Enum):
-  CPU = 1
-  GPU = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class _Optimiser:
-  learning_rate: float = field(1e-3, 'Step size.', min=0.0, max=1.0)
-  clip: float | None = field(None, 'Largest gradient norm.', min=0.0)
-  __post_init__ = configs.check
-
-
 @dataclasses.dataclass(frozen=True)
 class _Config:
   env: str = field('alfworld', 'Which environment.')
@@ -38,7 +25,6 @@ class _Config:
   seed: int = field(0, 'Seed.', min=0)
   shuffle: bool = field(True, 'Whether to shuffle.')
   dtype: Literal['float32', 'bfloat16'] = field('float32', 'Of activations.')
-  device: _Device = field(_Device.CPU, 'Where.')
   width: int | None = field(None, 'The model width; none: by the model.')
   layers: tuple[int, ...] = field((2, 3), 'Sizes.', min=1)
   span: tuple[int, float] = field((1, 0.5), 'A pair.')
@@ -49,7 +35,8 @@ class _Config:
       None, 'Some, none by name too.', choices=('none', 'all'))
   norm: str | None = field(None, 'One.', choices=('none', 'rms'))
   sizes: tuple[int, ...] = field((2,), 'Some.', choices=(2, 4))
-  optimiser: _Optimiser = field(_Optimiser(), 'The optimiser.')
+  learning_rate: float = field(1e-3, 'Step size.', min=0.0, max=1.0)
+  clip: float | None = field(None, 'Largest gradient norm.', min=0.0)
 
   def __post_init__(self):
     configs.check(self)
@@ -57,11 +44,11 @@ class _Config:
       raise ValueError('seed 13 brings alfworld bad luck.')
 
 
-def _parse(*arguments, config_class=_Config, prefix=''):
+def _parse(*arguments, config_class=_Config):
   flag_values = flags.FlagValues()
-  config_flags.define(config_class, prefix, flag_values)
+  config_flags.define(config_class, flag_values)
   config_flags.parse(['binary', *arguments], flag_values)
-  return config_flags.read(config_class, prefix, flag_values)
+  return config_flags.read(config_class, flag_values)
 
 
 def test_defaults_are_the_config_s_own():
@@ -77,7 +64,6 @@ def test_defaults_are_the_config_s_own():
     ('--shuffle=false', 'shuffle', False),
     ('--shuffle', 'shuffle', True),
     ('--dtype=bfloat16', 'dtype', 'bfloat16'),
-    ('--device=gpu', 'device', _Device.GPU),
     ('--width=64', 'width', 64),
     ('--width=none', 'width', None),
     ('--layers=4', 'layers', (4,)),
@@ -96,8 +82,8 @@ def test_defaults_are_the_config_s_own():
     ('--norm=rms', 'norm', 'rms'),
     ('--norm=', 'norm', None),
     ('--sizes=4', 'sizes', (4,)),
-    ('--optimiser.learning_rate=0.5', 'optimiser', _Optimiser(0.5)),
-    ('--optimiser.clip=1', 'optimiser', _Optimiser(clip=1.0)),
+    ('--learning_rate=0.5', 'learning_rate', 0.5),
+    ('--clip=1', 'clip', 1.0),
 ])
 def test_values(argument, name, value):
   config = _parse(argument)
@@ -112,18 +98,15 @@ def test_values(argument, name, value):
     ('--seed', ['Missing value', '--seed']),
     ('--shuffle=maybe', ['shuffle=maybe', 'true or false']),
     ('--dtype=float16', ['dtype', 'one of float32, bfloat16']),
-    ('--device=tpu', ['device', 'one of cpu, gpu']),
     ('--algorithm=gprpo', ['one of bpo, grpo', 'Did you mean grpo']),
     ('--layers=1,x', ['layers', 'int values', "'x'"]),
     ('--layers=2,0', ['layers', 'at least 1', 'got 0']),
     ('--span=1', ['span', 'int,float']),
     ('--parts=acto', ['one of actor, critic', 'Did you mean actor']),
     ('--sizes=3', ['sizes', 'one of 2, 4', 'got 3']),
-    ('--optimiser.learning_rate=2', ['optimiser.learning_rate', 'at most 1']),
-    ('--optimiser.learning_rate=nan', ['optimiser.learning_rate', 'nan']),
-    ('--optimiser.learning_rte=1', ['learning_rte', 'optimiser.learning_rate']),
-    ('--learning_rte=1', ['learning_rte', 'optimiser.learning_rate']),
-    ('--learning_rate=1', ['learning_rate', 'optimiser.learning_rate']),
+    ('--learning_rate=2', ['learning_rate', 'at most 1']),
+    ('--learning_rate=nan', ['learning_rate', 'nan']),
+    ('--learning_rte=1', ['learning_rte', 'Did you mean learning_rate']),
     ('--sead=1', ['sead', 'Did you mean seed']),
     ('--nosead', ['nosead']),
     ('--noseed', ['noseed', 'give it a value']),
@@ -141,13 +124,13 @@ def test_wrong_flags_are_one_clear_line(argument, words, capsys):
     assert word in shown.err, shown.err
 
 
-def test_prefix_and_required():
+def test_what_has_no_default_is_required():
   @dataclasses.dataclass(frozen=True)
   class Eval:
     workdir: str = field(help='Where the run is.')
     games: int = field(5, 'How many.')
 
-  config = _parse('--eval_workdir=x', config_class=Eval, prefix='eval_')
+  config = _parse('--workdir=x', config_class=Eval)
   assert config == Eval('x', 5)
   with pytest.raises(SystemExit):
     _parse(config_class=Eval)
@@ -168,7 +151,6 @@ def test_a_bad_default_is_found_at_once():
     ({'env': None}, '_Config.env: expected text, got None'),
     ({'layers': [2]}, r'_Config.layers: .*got \[2\]'),
     ({'span': (1, 2, 3)}, '_Config.span: expected int,float'),
-    ({'optimiser': None}, '_Config.optimiser'),
 ])
 def test_a_config_checks_itself(values, match):
   with pytest.raises(ValueError, match=match):
@@ -192,10 +174,9 @@ def test_text_that_must_say_something():
 
 
 def test_dict_round_trip_keeps_the_order():
-  config = _parse('--device=gpu', '--layers=7', '--optimiser.clip=2')
+  config = _parse('--layers=7', '--clip=2')
   plain = config_flags.to_dict(config)
   assert list(plain) == [spec.name for spec in dataclasses.fields(_Config)]
-  assert list(plain['optimiser']) == ['learning_rate', 'clip']
   again = config_flags.from_dict(_Config, json.loads(json.dumps(plain)))
   assert again == config
 
@@ -204,23 +185,11 @@ def test_dict_round_trip_keeps_the_order():
     ({'sede': 1}, 'no field sede. Did you mean seed'),
     ({'seed': 'x'}, "seed: expected int, got 'x'"),
     ({'span': [1, 2.0, 3]}, 'span: expected int,float'),
-    ({'device': 'tpu'}, 'device: expected one of cpu, gpu'),
-    ({'optimiser': {'rate': 1}}, '_Optimiser has no field rate'),
+    ({'dtype': 'float16'}, 'dtype: expected one of float32, bfloat16'),
 ])
 def test_from_dict_refuses(values, match):
   with pytest.raises(ValueError, match=match):
     config_flags.from_dict(_Config, values)
-
-
-def test_diff_names_only_what_differs():
-  old, new = _Config(), _parse('--seed=3', '--optimiser.learning_rate=0.1',
-                               '--device=gpu')
-  assert config_flags.diff(old, new) == {
-      'seed': (0, 3), 'device': ('cpu', 'gpu'),
-      'optimiser.learning_rate': (1e-3, 0.1)}
-  assert not config_flags.diff(old, _Config())
-  with pytest.raises(ValueError, match='_Config with _Optimiser'):
-    config_flags.diff(old, old.optimiser)
 
 
 _BINARY = textwrap.dedent('''
@@ -286,5 +255,5 @@ def test_every_choice_is_itself_and_every_default_can_be_written():
 @pytest.mark.parametrize('value', ['nan', 'inf', '-inf', '1e999'])
 def test_numbers_are_finite(value, capsys):
   with pytest.raises(SystemExit):
-    _parse(f'--optimiser.clip={value}')
+    _parse(f'--clip={value}')
   assert 'expected a finite number' in capsys.readouterr().err

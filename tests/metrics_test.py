@@ -11,41 +11,11 @@ import subprocess
 import sys
 
 from bpo_jax import metrics
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
-
-
-def test_split_into_parts_never_changes_a_mean():
-  draw = np.random.default_rng(0)
-  values = draw.normal(size=100)
-  for _ in range(10):
-    cuts = np.sort(draw.integers(0, 101, size=4))  # Ragged, some empty.
-    parts = [
-        {'loss': metrics.Mean(part.sum(), len(part))}
-        for part in np.split(values, cuts)
-    ]
-    merged = metrics.compute(metrics.merge(*parts))
-    assert merged == pytest.approx({'loss': values.mean()})
-
-
-def test_names_that_only_some_parts_have():
-  merged = metrics.merge(
-      {'a': metrics.Mean(1.0, 2)}, {'b': metrics.Mean(5.0, 1)},
-      {'a': metrics.Mean(3.0, 2), 'empty': metrics.Mean(0.0, 0)})
-  assert metrics.compute(merged) == {'a': 1.0, 'b': 5.0}
-
-
-def test_a_mean_crosses_jit_and_a_diverged_one_stays_visible():
-  @jax.jit
-  def step(x):
-    return {'x': metrics.Mean(x.sum(), jnp.float32(x.size))}
-
-  assert metrics.compute(step(jnp.asarray([1.0, 3.0]))) == {'x': 2.0}
-  assert math.isnan(metrics.compute(step(jnp.asarray([jnp.nan])))['x'])
 
 
 def _rows(path):

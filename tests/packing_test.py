@@ -364,23 +364,19 @@ def test_values_are_of_the_state_before_the_token():
   network = tiny.model(value_head=True)
   params = tiny.params_of(network)
   _, _, rows = make(5)
-  outputs = jax.jit(packing.token_outputs, static_argnums=(0, 3))(
-      network, params, rows, 0.7)
-  values = jax.jit(packing.token_values, static_argnums=0)(
-      network, params, rows)
-  np.testing.assert_allclose(values, outputs.values, atol=1e-6)
+  value = jax.jit(lambda rows: packing.token_outputs(
+      network, params, rows, 0.7).values)
+  values = value(rows)
   assert not np.asarray(values)[~rows.path_mask].any()
   assert np.ptp(np.asarray(values)[rows.path_mask]) > 0.1
   # Nothing of the token itself, nor of what comes after it.
   row, place = np.argwhere(rows.action_mask)[-1]
   tokens = rows.tokens.copy()
   tokens[row, place:] = (tokens[row, place:] + 1) % 64
-  changed = jax.jit(packing.token_values, static_argnums=0)(
-      network, params, rows._replace(tokens=tokens))
+  changed = value(rows._replace(tokens=tokens))
   np.testing.assert_allclose(changed[row, place], values[row, place], atol=1e-6)
   tokens[row, place - 1] = (tokens[row, place - 1] + 1) % 64
-  changed = jax.jit(packing.token_values, static_argnums=0)(
-      network, params, rows._replace(tokens=tokens))
+  changed = value(rows._replace(tokens=tokens))
   assert abs(changed[row, place] - values[row, place]) > 1e-3
 
 
@@ -391,8 +387,6 @@ def test_without_a_head_there_are_no_values():
   outputs = jax.jit(packing.token_outputs, static_argnums=0)(
       network, params, rows)
   assert outputs.values is None
-  with pytest.raises(ValueError, match='value_head=True, got False'):
-    packing.token_values(network, params, rows)
 
 
 @pytest.mark.parametrize('max_tokens', [1, 64, 100, 10_000])
@@ -569,7 +563,8 @@ def test_metrics_tell_what_is_shared_repeated_and_padded():
   told = lambda length, layout: packing.metrics(packing.micro_batches(
       packing.pack(tree, credit, length, layout=layout), 64, bucket=64))
   assert told(64, 'trees') == {
-      'rows/tokens': 50, 'rows/repeated': 0, 'rows/padding': 1 - 50 / 64}
+      'rows/tokens': 50, 'rows/trained_tokens': 30, 'rows/repeated': 0,
+      'rows/computed_tokens': 64, 'rows/padding': 1 - 50 / 64}
   # Rows of two leaves: the prompt of the first is run twice.
   cut = told(20, 'trees')
   assert cut['rows/tokens'] == 60
@@ -577,5 +572,6 @@ def test_metrics_tell_what_is_shared_repeated_and_padded():
   paths = told(None, 'paths')
   np.testing.assert_allclose(paths['rows/repeated'], 1 - 50 / 90)
   assert packing.metrics([]) == {
-      'rows/tokens': 0, 'rows/repeated': 0, 'rows/padding': 0}
+      'rows/tokens': 0, 'rows/trained_tokens': 0, 'rows/repeated': 0,
+      'rows/computed_tokens': 0, 'rows/padding': 0}
   assert packing.sharing_ratio(trees.stack([star(1, 1, 1)], num_trees=2)) == 1

@@ -17,9 +17,9 @@ import tiny_runs
 
 
 @pytest.fixture(scope='module', autouse=True)
-def _kept_compilation(tmp_path_factory):
-  with tiny_runs.kept_compilation(tmp_path_factory.mktemp('compiled')):
-    yield
+def _no_agent_is_left():
+  yield
+  tiny_runs.forget_agents()
 
 
 @pytest.fixture(autouse=True)

@@ -30,9 +30,9 @@ _CREDIT_ALONE = {'entropy_coef': 0.0, 'kl_coef': 0.0}
 
 
 @pytest.fixture(scope='module', autouse=True)
-def _kept_compilation(tmp_path_factory):
-  with tiny_runs.kept_compilation(tmp_path_factory.mktemp('compiled')):
-    yield
+def _no_agent_is_left():
+  yield
+  tiny_runs.forget_agents()
 
 
 @pytest.fixture(autouse=True)

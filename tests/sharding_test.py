@@ -38,7 +38,8 @@ def slow(*values):
 
 
 @pytest.mark.parametrize('part, what, bound', [
-    ('fast', 'outputs', 1e-5), ('fast', 'gathers', 0),
+    ('fast', 'outputs', 1e-5), ('fast', 'outputs_fn', 1e-5),
+    ('fast', 'gathers', 0),
     ('fast', 'gradient', 1e-5), ('fast', 'update', 1e-5),
     ('fast', 'metrics', 1e-5), ('fast', 'checkpoint', 0),
     ('fast', 'tree', 1e-5), ('fast', 'elsewhere', 0), ('fast', 'held', 0),

@@ -1,6 +1,5 @@
 """Runs of a minute's training squeezed into seconds, and calls of binaries."""
 
-import contextlib
 import csv
 import dataclasses
 from unittest import mock
@@ -75,27 +74,15 @@ def forget_agents() -> None:
   _AGENTS.clear()
 
 
-@contextlib.contextmanager
-def kept_compilation(folder):
-  """Does not compile again what was compiled before."""
-  jax.config.update('jax_compilation_cache_dir', str(folder))
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.1)
-  try:
-    yield
-  finally:
-    jax.config.update('jax_compilation_cache_dir', None)
-    forget_agents()
-
-
 def call(module, config_class, *argv) -> int:
   """Runs a binary's main on a command line; returns its exit status."""
   flag_values = flags.FlagValues()
-  config_flags.define(config_class, '', flag_values)
+  config_flags.define(config_class, flag_values)
   read = config_flags.read
   try:
     config_flags.parse(['binary', *argv], flag_values)
     with mock.patch.object(
-        config_flags, 'read', lambda cls: read(cls, '', flag_values)):
+        config_flags, 'read', lambda cls: read(cls, flag_values)):
       config_flags._run_main(module.main, ['binary'])
   except SystemExit as status:
     if isinstance(status.code, str):

@@ -28,9 +28,6 @@ from bpo_jax.advantages.branch_relative import baseline_sums
 from bpo_jax.advantages.branch_relative import bpo
 from bpo_jax.advantages.branch_relative import bpo_rb
 from bpo_jax.advantages.branch_relative import PrefixCredit
-from bpo_jax.advantages.common import Incumbent
-from bpo_jax.advantages.common import NodeWeighting
-from bpo_jax.advantages.common import PathWeighting
 from bpo_jax.advantages.contrast import appo
 from bpo_jax.advantages.contrast import arpo_hard
 from bpo_jax.advantages.contrast import arpo_soft
@@ -44,21 +41,13 @@ from bpo_jax.advantages.critic import vineppo
 from bpo_jax.advantages.group_relative import dr_grpo
 from bpo_jax.advantages.group_relative import grpo
 from bpo_jax.advantages.group_relative import rloo
-from bpo_jax.advantages.group_relative import Scale
-from bpo_jax.advantages.group_relative import ZeroVariance
 from bpo_jax.advantages.search import selection_slope
 from bpo_jax.advantages.search import sipo
 from bpo_jax.advantages.search import spo_tree
 from bpo_jax.advantages.search import tree_grpo
 from bpo_jax.advantages.search import treerl
-from bpo_jax.advantages.search import Unit
-from bpo_jax.advantages.steps import Episode
 from bpo_jax.advantages.steps import gigpo
 from bpo_jax.advantages.steps import iapo
 from bpo_jax.advantages.steps import istar
 
 PREFIX_CREDITS = typing.get_args(PrefixCredit)
-NODE_WEIGHTINGS = typing.get_args(NodeWeighting)
-INCUMBENTS = typing.get_args(Incumbent)
-PATH_WEIGHTINGS = typing.get_args(PathWeighting)
-SCALES = typing.get_args(Scale)

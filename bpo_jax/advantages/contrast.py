@@ -67,7 +67,9 @@ def cbpo(tree: tree_lib.Tree, *, cbv_clip: float = 0.5, cbv_scale: float = 0.2,
 
   References:
     Contrastive Branch Policy Optimization (arXiv 2608.24300); exact. That Z
-    divides by the population's standard deviation is read.
+    divides by the population's standard deviation is read, and so are the clip
+    and KL weight that `algorithms` steps with, 0.2 and 0.001: the paper gives
+    none.
   """
   checks.between('cbv_clip', cbv_clip, 0)
   checks.between('cbv_scale', cbv_scale, 0)
@@ -184,6 +186,10 @@ def branpo(tree: tree_lib.Tree, *, success_threshold: float = 0.8,
   kept forks of the task another. Redundant-step masking: the first action of a
   rejected branch gets 0 where its advantage is positive.
 
+  A child of the root of a later birth is a fork at the root, and no first
+  trajectory. It competes with the first of these, whichever it was forked for,
+  and that one's base is empty (read).
+
   A first trajectory without branch point is a base to its end (read; the
   released code cuts it two steps before). The released code stops at the first
   fork that contrasts; here all that contrast are kept, and a tail that loses to
@@ -207,20 +213,21 @@ def branpo(tree: tree_lib.Tree, *, success_threshold: float = 0.8,
   checks.between('success_threshold', success_threshold, -math.inf)
   values, leaf = returns.centred_leaf_returns(tree), tree_lib.is_leaf(tree)
   end = rows.ahead(tree, leaf)
-  kept, rejected = _preferences(tree, end, success_threshold)
-  fork = rows.fork_above(tree)
+  forks, tails = _forks_and_tails(tree)
+  kept, rejected = _preferences(tree, end, forks, tails, success_threshold)
+  fork = walks.nearest_above(forks, tree.parents)
   used = jnp.where(fork < 0, tree.parents >= 0, common.take(kept, fork))
-  member = walks.nearest_above(rows.leaves_branch_point(tree), tree.parents)
-  start = tree.parents == 0
-  mean = rows.mean_below(tree, values, leaf & used)
-  base = _group_relative(mean, start, epsilon)
+  member = walks.nearest_above(tails, tree.parents)
+  start = (tree.parents == 0) & ~forks
+  base = _group_relative(
+      _base_rewards(tree, values, leaf & used, start), start, epsilon)
   branch = _group_relative(values, leaf & used & (member >= 0), epsilon)
 
   base = common.take(base, walks.nearest_above(start, tree.parents))
   branch = common.take(branch, end)
   redundant = common.take(rejected, member) & (branch > 0)
   advantages = jnp.where(
-      redundant[..., None] & _in_first_action(tree), 0,
+      redundant[..., None] & _in_first_action(tree, tails), 0,
       common.per_token(tree, jnp.where(member < 0, base, branch)))
   weights = common.per_token(tree, used.astype(jnp.float32))
   return common.credit(tree, advantages, weights)
@@ -337,14 +344,41 @@ def _row_credit(tree, advantages, weights):
                        common.per_token(tree, weights))
 
 
-def _preferences(tree, end, success_threshold):
+def _forks_and_tails(tree):
+  """Returns where forks, and where all that compete start, [B, N] bool each.
+
+  As in `rows`, and at the root, where a later birth tells a fork.
+  """
+  top = tree.parents == 0
+  late = top & (tree.birth > 0)
+  own = top & common.is_incumbent(tree) & tree_lib.is_first_child(tree)
+  return rows.is_fork(tree) | late, rows.leaves_branch_point(tree) | late | own
+
+
+def _base_rewards(tree, values, leaf, start):
+  """Returns the mean over the leaves of each base, [B, N] at its start.
+
+  Those of forks at the root are leaves of the root's first child.
+  """
+  late = (tree.parents == 0) & ~start
+  heir = tree_lib.is_first_child(tree)
+
+  def below(x):
+    x = walks.sum_below(masked.fill(x, leaf), tree.parents)
+    of_late = walks.sum_of_children(x, tree.parents, late)
+    return x + masked.fill(walks.at_parent(of_late, tree.parents), heir)
+  return masked.divide(below(values), below(leaf.astype(jnp.float32)))
+
+
+def _preferences(tree, end, fork, tails, success_threshold):
   """Returns which forks are kept, and which branches are rejected, [B, N]."""
   leaf = tree_lib.is_leaf(tree)
   success = leaf & (returns.path_returns(tree) >= success_threshold)
   actions = jnp.sum(tree_lib.action_starts(tree), axis=-1, dtype=jnp.int32)
   steps = walks.sum_above(actions, tree.parents)
+  first = walks.nearest_above(fork, tree.parents) < 0
   accuracy = masked.mean(
-      success.astype(jnp.float32), leaf & rows.on_first_trajectory(tree),
+      success.astype(jnp.float32), leaf & first & (tree.parents >= 0),
       axis=-1, keepdims=True)
   by_length = (accuracy > 0.5) & (accuracy < 1)
 
@@ -353,19 +387,18 @@ def _preferences(tree, end, success_threshold):
   wins, rival_wins = common.take(success, end), common.take(success, rival)
   gain = common.take(steps, rival) - common.take(steps, end)
   both = wins & rival_wins & by_length
-  fork = rows.is_fork(tree)
   chosen = fork & ((wins & ~rival_wins) | (both & (gain > 0)))
   lost = fork & ((~wins & rival_wins) | (both & (gain < 0)))
   beaten = walks.sum_of_children(
       chosen.astype(jnp.int32), tree.parents, fork) > 0
-  own = rows.leaves_branch_point(tree) & ~fork
+  own = tails & ~fork
   return chosen | lost, lost | (own & walks.at_parent(beaten, tree.parents))
 
 
-def _in_first_action(tree):
-  """Returns [B, N, T] bool, True in the first action behind a branch point."""
+def _in_first_action(tree, tails):
+  """Returns [B, N, T] bool, True in the first action of a tail."""
   starts = tree_lib.action_starts(tree)
   actions = jnp.sum(starts, axis=-1, dtype=jnp.int32)
-  done = rows.since(rows.leaves_branch_point(tree), actions, tree.parents)
+  done = rows.since(tails, actions, tree.parents)
   number = (done - actions)[..., None] + jnp.cumsum(starts, axis=-1)
   return number == 1

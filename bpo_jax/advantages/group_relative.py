@@ -138,11 +138,10 @@ def standardised(tree: tree_lib.Tree, scale: Scale = 'std',
   checks.one_of('scale', scale, Scale)
   checks.between('epsilon', epsilon, 0)
   values, leaf = returns.centred_leaf_returns(tree), tree_lib.is_leaf(tree)
-  advantages = values - masked.mean(values, leaf, axis=-1, keepdims=True)
   if scale == 'std':
-    spread = masked.std(values, leaf, axis=-1, keepdims=True, ddof=1)
-    advantages = masked.over_spread(advantages, spread, epsilon)
-  return masked.fill(advantages, leaf)
+    return masked.whiten(values, leaf, axis=-1, epsilon=epsilon, ddof=1)
+  mean = masked.mean(values, leaf, axis=-1, keepdims=True)
+  return masked.fill(values - mean, leaf)
 
 
 def _has_contrast(tree):

@@ -153,12 +153,14 @@ def sipo(tree: tree_lib.Tree, *, a2: chex.Array | float | None = None,
     V'(incumbent) = V - w a2 Blom(r),  Blom(r) = Phi^-1((r - 3/8) / (n + 1/4)),
   the expected z-score of the r-th smallest of n candidates times the slope of
   the value on it. Then A(k) = V'(k) - mean over its siblings of V', held until
-  the next branching. The root's children were not selected and are compared as
-  they are.
+  the next branching. At the root no trajectory was selected, unless it is
+  forked there: then its first child, for which the decision counts, is an
+  incumbent too.
 
   Read: r is the rank of the surprisal of the incumbent's first action token, or
   of that whole action, among the candidates laid down in the same stage (ties
-  share their mean rank); the comparison is leave-one-out.
+  share their mean rank), what each trajectory begins with being one of them,
+  though the policy has but one decision there; the comparison is leave-one-out.
 
   Args:
     tree: [B, N, T].
@@ -189,8 +191,7 @@ def sipo(tree: tree_lib.Tree, *, a2: chex.Array | float | None = None,
   checks.between('a2', a2, -math.inf)
   checks.between('w', w, -math.inf)
   values = returns.centred_values(tree, node_values)
-  selected = (common.is_incumbent(tree) & tree_lib.is_first_child(tree)
-              & (tree.parents > 0))
+  selected = common.is_incumbent(tree) & tree_lib.is_first_child(tree)
   bias = w * a2 * masked.fill(_blom(tree, unit), selected)
   advantages = siblings.leave_one_out_advantage(
       values - bias, tree.parents, tree_lib.in_group(tree))

@@ -12,7 +12,6 @@ from bpo_jax.branching.budgets import branpo_tail
 from bpo_jax.branching.budgets import cbpo_allocation
 from bpo_jax.branching.budgets import trace_budget
 from bpo_jax.branching.decisions import Statistic
-from bpo_jax.branching.decisions import Unit
 from bpo_jax.branching.schedules import causal_threshold
 from bpo_jax.branching.schedules import equally_spaced
 from bpo_jax.branching.schedules import lowest_entropy
@@ -25,8 +24,5 @@ from bpo_jax.branching.tokens import sipo
 from bpo_jax.branching.tokens import spo_cutpoints
 from bpo_jax.branching.tokens import tree_grpo_random
 from bpo_jax.branching.tokens import treerl_surprisal
-from bpo_jax.branching.tokens import VARIANTS
-from bpo_jax.types import BranchPlan
 
 STATISTICS = typing.get_args(Statistic)
-UNITS = typing.get_args(Unit)

@@ -16,6 +16,7 @@ from bpo_jax import tree as tree_lib
 from bpo_jax import types
 from bpo_jax import walks
 from bpo_jax.branching import decisions as decisions_lib
+from bpo_jax.branching import depths
 from bpo_jax.branching import trajectories
 
 
@@ -161,7 +162,7 @@ def arpo_after_tool(tree: tree_lib.Tree, *, num_rollouts: int = 16,
   uniform = decisions_lib.noise(tree.tokens.shape, key)
   fork = jnp.clip(uniform - entropy_weight * rise, 0, 1) <= fork_threshold
   decisions = decisions_lib.find(tree, birth)
-  turn = _actions_before(tree)
+  turn = depths.actions_before(tree)
   chosen = decisions_lib.greedy(
       decisions.replace(mask=decisions.mask & fork & (turn > 0)),
       -turn.astype(jnp.float32), num_rollouts)
@@ -426,14 +427,6 @@ def _boundaries(tree, boundary_interval, birth):
   before = above[..., None] + jnp.cumsum(actions, axis=-1) - actions
   mask = decisions_lib.find(tree, birth, 'token').mask
   return mask & (before > 0) & (before % boundary_interval == 0)
-
-
-def _actions_before(tree):
-  """Returns the number of actions of the path before a token, [B, N, T]."""
-  starts = tree_lib.action_starts(tree).astype(jnp.int32)
-  own = jnp.sum(starts, axis=-1)
-  above = walks.sum_above(own, tree.parents) - own
-  return above[..., None] + jnp.cumsum(starts, axis=-1) - starts
 
 
 def _outcome(tree, success_threshold):

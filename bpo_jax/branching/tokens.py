@@ -5,7 +5,6 @@ otherwise.
 """
 
 import math
-import typing
 from typing import Literal
 
 import chex
@@ -20,7 +19,6 @@ from bpo_jax.branching import decisions as decisions_lib
 from bpo_jax.branching import trajectories
 
 Variant = Literal['released', 'paper']
-VARIANTS = typing.get_args(Variant)
 
 
 def appo_score(tree: tree_lib.Tree, *,

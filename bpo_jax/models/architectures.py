@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from bpo_jax import checks
 from bpo_jax.models import transformer
 
-_MAX_SIZE = 2**31 - 1  # Of anything that is counted: an int32.
 _MAX_NUMBER = 3.4e38  # Of anything that is measured: a float32.
 _NAMES = {
     'vocab_size': 'vocab_size',
@@ -190,9 +189,9 @@ def _rope_json(scaling: transformer.RopeScaling | None):
 def _size(values, key, default=None) -> int:
   got = values.get(key)
   got = default if got is None else got
-  if type(got) is not int or not 1 <= got <= _MAX_SIZE:
+  if type(got) is not int or not 1 <= got <= checks.MOST:
     raise ValueError(
-        f'{key}: expected a whole number from 1 to {_MAX_SIZE}, got {got!r}')
+        f'{key}: expected a whole number from 1 to {checks.MOST}, got {got!r}')
   return got
 
 

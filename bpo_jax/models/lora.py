@@ -127,11 +127,3 @@ def merge(
     return {**rest, 'kernel': node['kernel'] + scale * delta}
 
   return dataclasses.replace(config, lora=None), merged(params)
-
-
-def reset(params: dict) -> dict:
-  """Returns the base policy: adapters that say nothing, and all else shared."""
-  flat = traverse_util.flatten_dict(params)
-  return traverse_util.unflatten_dict({
-      path: jnp.zeros_like(leaf) if path[-1] == 'lora_b' else leaf
-      for path, leaf in flat.items()})
