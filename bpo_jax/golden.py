@@ -37,7 +37,9 @@ def graft(tree: tree_lib.Tree, chains: Sequence[tree_lib.Tree | None],
   extra, length = np.max([(1, 1), *sizes], axis=0)
   room = tree_lib.bucketed(num_nodes + int(extra) - 1, bucket)
   width = tree_lib.bucketed(max(int(length), num_tokens), bucket)
-  fields = _padded(tree, num_trees, room, width)
+  num_sets = max(1 if x.allowed is None else x.allowed.shape[2]
+                 for x in (tree, *chains) if x is not None)
+  fields = _padded(tree, (num_trees, room, width), num_sets)
   golden = np.zeros((num_trees, room), bool)
   for b, chain in enumerate(chains):
     if chain is not None:
@@ -65,10 +67,10 @@ def teacher_forced(tree: tree_lib.Tree, golden: np.ndarray,
       on_golden, log_probs, tree.behaviour_log_probs).astype(np.float32))
 
 
-def _padded(tree, num_trees, num_nodes, num_tokens):
-  """Returns the fields of padding of that size, with the tree written in."""
+def _padded(tree, shape, num_sets):
+  """Returns the fields of padding of that shape, with the tree written in."""
   words = 0 if tree.allowed is None else tree.allowed.shape[-1]
-  empty = tree_lib.empty((num_trees, num_nodes, num_tokens), words)
+  empty = tree_lib.empty(shape, words, num_sets)
   fields = {}
   for field in dataclasses.fields(tree):
     value = getattr(tree, field.name)

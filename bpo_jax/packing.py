@@ -206,11 +206,11 @@ def _allowed_sets(tree, laid, shape) -> np.ndarray | None:
   """Returns [R, L, W], zero off the action tokens."""
   if tree.allowed is None:
     return None
-  num_words = tree.allowed.shape[-1]
-  rows = np.zeros((*shape, num_words), np.uint32)
+  rows = np.zeros((*shape, tree.allowed.shape[-1]), np.uint32)
   at = tree.action_mask.reshape(-1)[laid.source]
-  sets = tree.allowed.reshape(-1, num_words)
-  rows[laid.row[at], laid.place[at]] = sets[laid.source[at]]
+  tree_index, node, token = np.unravel_index(
+      laid.source[at], tree.tokens.shape)
+  rows[laid.row[at], laid.place[at]] = tree.allowed[tree_index, node, token]
   return rows
 
 

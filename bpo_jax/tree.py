@@ -45,7 +45,8 @@ class Tree:
     birth: 0 for a first trajectory, k for the k-th branching stage.
     anchor: equal for equal observations within one tree, -1 when unknown.
     allowed: None where the policy drew from the whole vocabulary, else a bit
-      set: bit v % 32 of word v // 32 says that token v could be drawn here.
+      set for each of a node's first U tokens, beyond which none is an action:
+      bit v % 32 of word v // 32 says that token v could be drawn there.
   """
 
   tokens: chex.Array  # [B, N, T] int32
@@ -60,7 +61,7 @@ class Tree:
   truncated: chex.Array  # [B, N] bool
   birth: chex.Array  # [B, N] int32
   anchor: chex.Array  # [B, N] int32
-  allowed: chex.Array | None = None  # [B, N, T, W] uint32
+  allowed: chex.Array | None = None  # [B, N, U, W] uint32
 
   def validate(self) -> None:
     """Checks on the host that the arrays are a batch of trees.
@@ -187,7 +188,7 @@ class _Node:
   action_mask: np.ndarray  # [L] bool
   behaviour_log_probs: np.ndarray  # [L] float32
   entropies: np.ndarray  # [L] float32
-  allowed: np.ndarray | None  # [L, W] uint32
+  allowed: np.ndarray | None  # [to the last action, W] uint32
   reward: float
   terminal: bool
   truncated: bool
@@ -239,7 +240,8 @@ class TreeBuilder:
       truncated: whether a limit ended it here.
       birth: 0 for a first trajectory, k for the k-th branching stage.
       anchor: equal for equal observations within the tree; -1 when unknown.
-      allowed: [L, W] uint32, which tokens could be drawn; None for all.
+      allowed: [L, W] uint32, which tokens could be drawn; None for all. Not
+        kept behind the last action token.
 
     Raises:
       ValueError: if a length differs from that of `tokens`, a log-prob is
@@ -267,7 +269,7 @@ class TreeBuilder:
         parent=parent, tokens=_row('tokens', tokens, length, np.int32),
         action_mask=mask, behaviour_log_probs=np.where(mask, log_probs, 0),
         entropies=np.where(mask, entropy, 0),
-        allowed=_words(allowed, length), reward=float(reward),
+        allowed=_words(allowed, mask), reward=float(reward),
         terminal=bool(terminal), truncated=bool(truncated), birth=int(birth),
         anchor=int(anchor)))
     self._order.append(len(self._nodes) - 1)
@@ -383,7 +385,9 @@ class TreeBuilder:
     """Returns the tree padded to [num_nodes, num_tokens]."""
     if not self._nodes:
       raise ValueError('expected at least a root, got an empty builder')
-    tree = empty((num_nodes, num_tokens), num_words)
+    masks = [node.action_mask for node in self._nodes]
+    tree = empty((num_nodes, num_tokens), num_words,
+                 max(map(tree_checks.num_sets, masks)))
     index = {handle: i for i, handle in enumerate(self._order)}
     for i, handle in enumerate(self._order):
       node = self._nodes[handle]
@@ -392,7 +396,7 @@ class TreeBuilder:
         getattr(tree, name)[i, :length] = getattr(node, name)
       tree.token_mask[i, :length] = True
       if node.allowed is not None:
-        tree.allowed[i, :length] = node.allowed
+        tree.allowed[i, :len(node.allowed)] = node.allowed
       tree.parents[i] = index.get(node.parent, types.NO_PARENT)
       tree.node_mask[i] = True
       tree.rewards[i] = node.reward
@@ -427,7 +431,8 @@ def stack(builders: Sequence[TreeBuilder], num_nodes: int | None = None,
   batch = empty((
       _size('num_trees', num_trees, len(trees), 0),
       _size('num_nodes', num_nodes, nodes, bucket),
-      _size('num_tokens', num_tokens, tokens, bucket)), sum(words))
+      _size('num_tokens', num_tokens, tokens, bucket)), sum(words),
+      max(tree_checks.num_sets(tree.action_mask) for tree in trees))
   for b, tree in enumerate(trees):
     for name in tree_checks.DTYPES:
       value = getattr(tree, name)
@@ -436,8 +441,15 @@ def stack(builders: Sequence[TreeBuilder], num_nodes: int | None = None,
   return batch
 
 
-def empty(shape: tuple[int, ...], num_words: int = 0) -> Tree:
-  """Returns padding of shape (..., N, T), with allowed sets of some words."""
+def empty(shape: tuple[int, ...], num_words: int = 0, num_sets: int = 1
+          ) -> Tree:
+  """Returns padding of shape (..., N, T), of sets of allowed tokens as well.
+
+  Args:
+    shape: (..., N, T).
+    num_words: W; 0 for no sets.
+    num_sets: U.
+  """
   def make(name):
     fill = dict(parents=types.NO_PARENT, anchor=types.UNKNOWN_ANCHOR)
     size = shape if name in tree_checks.PER_TOKEN else shape[:-1]
@@ -447,7 +459,8 @@ def empty(shape: tuple[int, ...], num_words: int = 0) -> Tree:
   allowed = None
   if num_words:
     # All tokens allowed: a softmax over none of them would be NaN.
-    allowed = np.full((*shape, num_words), 0xFFFFFFFF, np.uint32)
+    allowed = np.full(
+        (*shape[:-1], num_sets, num_words), 0xFFFFFFFF, np.uint32)
   return Tree(**fields, allowed=allowed)
 
 
@@ -476,11 +489,12 @@ def _row(name, values, length, dtype):
   return row
 
 
-def _words(allowed, length):
+def _words(allowed, action_mask):
+  """Returns the sets up to the last action: those of a vocabulary are large."""
   if allowed is None:
     return None
-  words = np.array(allowed, np.uint32)
-  if words.ndim != 2 or len(words) != length:
+  words = np.asarray(allowed, np.uint32)
+  if words.ndim != 2 or len(words) != len(action_mask):
     raise ValueError(
-        f'allowed: expected shape [{length}, W], got {words.shape}')
-  return words
+        f'allowed: expected shape [{len(action_mask)}, W], got {words.shape}')
+  return words[:tree_checks.num_sets(action_mask)].copy()

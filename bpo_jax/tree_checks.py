@@ -48,6 +48,17 @@ def refuse_empty(shape: tuple[int, ...]) -> None:
         f'all of them), got [B, N, T] of shape {tuple(shape)}')
 
 
+def num_sets(action_mask: np.ndarray) -> int:
+  """Returns U, the tokens up to the last action of any node, at least 1.
+
+  Args:
+    action_mask: [..., T] bool.
+  """
+  axes = tuple(range(np.ndim(action_mask) - 1))
+  places = np.flatnonzero(np.any(action_mask, axis=axes))
+  return int(places[-1]) + 1 if len(places) else 1
+
+
 def _check_arrays(tree):
   """Checks ranks, shapes and dtypes against those of `tokens`."""
   fields = {name: getattr(tree, name) for name in DTYPES}
@@ -68,11 +79,11 @@ def _check_arrays(tree):
       raise ValueError(f'{name}: expected dtype {dtype}, got {value.dtype}')
     expected = shape if name in PER_TOKEN else shape[:2]
     got = np.shape(value)
-    if name == 'allowed' and (len(got) != 4 or not got[3]):
-      raise ValueError('allowed: expected shape [B, N, T, W] of at least one '
-                       f'word, got {got}')
     if name == 'allowed':
-      expected, got = shape, got[:3]
+      if len(got) != 4 or not got[3] or not 0 < got[2] <= shape[2]:
+        raise ValueError('allowed: expected shape [B, N, U, W] of 1 to '
+                         f'{shape[2]} tokens and at least one word, got {got}')
+      expected, got = shape[:2], got[:2]
     if got != expected:
       raise ValueError(f'{name}: expected shape {expected}, got {got}')
 
@@ -168,6 +179,10 @@ def _check_tokens(tree):
 
 def _check_allowed(tokens, action, allowed):
   """Checks that every token drawn is one that could be drawn."""
+  num_tokens = allowed.shape[2]
+  refuse(action & (np.arange(action.shape[2]) >= num_tokens), 'action_mask',
+         action, f'no action beyond the {num_tokens} tokens of `allowed`')
+  tokens, action = tokens[..., :num_tokens], action[..., :num_tokens]
   word, bit = np.divmod(np.maximum(tokens, 0), 32)
   last = allowed.shape[-1] - 1
   words = np.take_along_axis(allowed, np.minimum(word, last)[..., None], -1)

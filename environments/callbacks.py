@@ -217,15 +217,6 @@ class BatchedEnvironment:
     if error is not None:
       raise error
 
-  def metrics(self) -> dict[str, int]:
-    """Returns the counters of store, codec and errors by metric name."""
-    return {
-        **self.store.metrics(),
-        'codec/truncated_observations': self.codec.truncated_observations,
-        'codec/command_collisions': self.codec.command_collisions,
-        'environment/errors': self.errors.total(),
-    }
-
   def _step_row(
       self, result: StepResult, row: int, handle: int, tokens: np.ndarray
   ) -> base.Status:

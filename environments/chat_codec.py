@@ -7,6 +7,7 @@ the policy drew stays as it was drawn.
 
 from collections.abc import Sequence
 from typing import Protocol
+import unicodedata
 
 import numpy as np
 
@@ -92,6 +93,11 @@ class _Replies:
     return [*self._tokenizer.encode(text), self._turns.end_of_turn]
 
 
+def _plain(text: str) -> str:
+  """Returns a text as it is compared with others, however it was spelled."""
+  return ' '.join(unicodedata.normalize('NFC', text).casefold().split())
+
+
 class ChatCodec(codec.TextCodec):
   """Observations as a user's turns, commands as replies that end their turn.
 
@@ -108,6 +114,7 @@ class ChatCodec(codec.TextCodec):
       observation_length: int,
       action_length: int,
       max_commands: int,
+      constrained: bool = True,
   ):
     """Makes a codec with an empty cache.
 
@@ -119,13 +126,15 @@ class ChatCodec(codec.TextCodec):
       action_length: the most tokens of a reply, its end included.
       max_commands: the most commands of a state; of no use where replies are
         free.
+      constrained: whether replies are drawn from the table of commands; if not,
+        they are free.
 
     Raises:
       ValueError: if a size is below one, or a turn cannot hold its frame.
     """
     super().__init__(
         conversation, _Replies(turns, tokenizer), observation_length,
-        action_length, max_commands)
+        action_length, max_commands, constrained=constrained)
     self._conversation, self._turns = conversation, turns
     self._text = tokenizer
     frame = len(turns.next_turn(_UNTOLD, ended=False))
@@ -179,11 +188,13 @@ class ChatCodec(codec.TextCodec):
     text = self._turns.reply_text(np.asarray(action_tokens).tolist())
     if not available:
       return text or None
-    command = super().decode(available, action_tokens)
-    if command is not None:
-      return command
-    said = ' '.join(text.casefold().split())
-    return {name.casefold(): name for name in available}.get(said)
+    if self.constrained:
+      command = super().decode(available, action_tokens)
+      if command is not None:
+        return command
+    said = _plain(text)
+    named = [name for name in available if _plain(name) == said]
+    return text if text in named else next(iter(named), None)
 
   def _ended(self, action_tokens: Sequence[int]) -> bool:
     return len(action_tokens) > 0 and (

@@ -2,7 +2,8 @@
 
 An agent acts by naming one of the admissible commands, token by token. A codec
 puts these commands in a table of tokens that masks what can be sampled, and
-finds the command again from the tokens that were.
+finds the command again from the tokens that were. Where any token may be drawn
+there is no table, and no command is too long for it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,7 @@ class TextCodec:
     observation_length: tokens an observation is cut to.
     action_length: the most tokens of a command.
     max_commands: the most commands of a state.
+    constrained: whether actions are drawn from the table of commands.
     truncated_observations: how many observations were cut.
     command_collisions: how many commands had the tokens of an earlier one and
       so cannot be chosen. Unknown words are the usual cause.
@@ -68,6 +70,7 @@ class TextCodec:
       action_length: int,
       max_commands: int,
       cache_size: int = 16_384,
+      constrained: bool = True,
   ):
     """Makes a codec with an empty cache.
 
@@ -78,6 +81,8 @@ class TextCodec:
       action_length: the most tokens of a command.
       max_commands: the most commands of a state.
       cache_size: how many tables of commands to remember, about 4 KB each.
+      constrained: whether actions are drawn from the table of commands, which
+        else stays empty.
 
     Raises:
       ValueError: if a size is below one.
@@ -92,12 +97,15 @@ class TextCodec:
     self.observation_length = observation_length
     self.action_length = action_length
     self.max_commands = max_commands
+    self.constrained = constrained
     self.truncated_observations = 0
     self.command_collisions = 0
     self._phrasebook = phrasebook
     self._tokenizer = tokenizer
     self._cache_size = cache_size
     self._row_size = 4 * action_length  # bytes
+    self._no_commands = np.zeros((max_commands, action_length), np.int32)
+    self._no_commands.flags.writeable = False
     self._tables: collections.OrderedDict[tuple[str, ...], _Table] = (
         collections.OrderedDict()
     )
@@ -135,15 +143,24 @@ class TextCodec:
     padded[:len(tokens)] = tokens
     return padded, len(tokens)
 
+  def encode_action(self, words: Sequence[str]) -> list[int]:
+    """Returns the tokens of a command's words, with what belongs to an action.
+
+    They are those of the table's row, where there is one, without padding.
+    """
+    return list(self._tokenizer.encode(words))
+
   def encode_commands(self, available: tuple[str, ...]) -> np.ndarray:
     """Returns [max_commands, action_length] int32, read only.
 
     A row per command, in the phrasebook's order and padded with 0; all-zero
-    rows fill up.
+    rows fill up. Where actions are not constrained, they are all that there is.
 
     Raises:
       ValueError: if there are too many commands, or one with too many tokens.
     """
+    if not self.constrained:
+      return self._no_commands
     return self._table(available).tokens
 
   def decode(
@@ -155,9 +172,17 @@ class TextCodec:
       available: the admissible commands.
       action_tokens: [any length] int32; 0 on padding.
     """
-    tokens = np.asarray(action_tokens, np.int32).tobytes()
-    row = tokens.rstrip(b'\0').ljust(self._row_size, b'\0')
+    tokens = np.asarray(action_tokens, np.int32)
+    if not self.constrained:
+      return self._named(available, np.trim_zeros(tokens, 'b').tolist())
+    row = tokens.tobytes().rstrip(b'\0').ljust(self._row_size, b'\0')
     return self._table(available).command_of.get(row)
+
+  def _named(self, available: tuple[str, ...], tokens: list[int]) -> str | None:
+    """Returns the first command of these tokens, looked up without a table."""
+    commands = self._phrasebook.commands(available)
+    return next((command for words, command in commands.items()
+                 if tokens and self.encode_action(words) == tokens), None)
 
   def _table(self, available: tuple[str, ...]) -> _Table:
     """Returns the remembered table, or makes it and forgets the stalest."""
@@ -196,7 +221,7 @@ class TextCodec:
     if not 0 < len(tokens) <= self.action_length:
       raise ValueError(
           f'the command {words} has {len(tokens)} tokens, expected 1 to '
-          f'action_length = {self.action_length}; raise --action_length'
+          f'action_length = {self.action_length}; raise --max_action_tokens'
       )
     row = np.zeros(self.action_length, np.int32)
     row[:len(tokens)] = tokens

@@ -80,10 +80,15 @@ class Agent:
     return task
 
   def longest_path(self, task: Any) -> int:
-    """Returns how many tokens an episode can have at most, prompt included."""
+    """Returns how many tokens an episode can have at most, prompt included.
+
+    What the last action leads to is no part of it: nobody acts on it.
+    """
     first, (prompt,) = self.batched.reset([task], [0])
     self.batched.release(first.handles)
-    return len(prompt) + self.grower.max_turns * self.grower.turn_length
+    turns, codec = self.grower.max_turns, self.batched.codec
+    return (len(prompt) + turns * codec.action_length
+            + (turns - 1) * codec.observation_length)
 
   def on(self, mesh: jax.sharding.Mesh | None) -> 'Agent':
     """Returns the agent with its network, and the rows it plays, on a mesh.
@@ -157,7 +162,8 @@ def make_agent(config: configs.AgentConfig) -> Agent:
         phrasebook, tokenizer,
         observation_length=config.chunk_length,
         action_length=config.action_length,
-        max_commands=config.max_commands)
+        max_commands=config.max_commands,
+        constrained=config.constrained)
   environment = make_environment(config)
   batched = callbacks.BatchedEnvironment(stores.StateStore(environment), codec)
   sampler = sampling.SamplerConfig(
@@ -240,9 +246,17 @@ def restore(
 
 
 def origin_of(agent: Agent, params: dict) -> dict[str, str]:
-  """Returns what a run from these parameters says in its checkpoints."""
-  model = agent.language_model
-  return {} if model is None else model.origin(params)
+  """Returns what a run from these parameters says in its checkpoints.
+
+  Of weights that are in no checkpoint it is a fingerprint: those of a language
+  model lie elsewhere, and those beside the adapters of a small network are
+  drawn again.
+  """
+  if agent.language_model is not None:
+    return agent.language_model.origin(params)
+  if lora.has_adapters(params):
+    return {'base': language_models.fingerprint(params)}
+  return {}
 
 
 def check_origin(
@@ -253,26 +267,65 @@ def check_origin(
 ) -> None:
   """Raises ValueError if a run's checkpoint did not begin as the agent does.
 
-  Its tokens would stand for other words, or it began from other weights or with
-  another chat template. See `restore`.
+  See `restore`.
   """
   extra = checkpoint.find(workdir / 'checkpoints', step).extra
-  if extra['vocabulary'] != agent.tokenizer.to_dict():
+  check_kept(workdir, extra, agent, origin)
+
+
+def check_kept(
+    folder: pathlib.Path,
+    kept: Mapping[str, Any],
+    agent: Agent,
+    origin: Mapping[str, str],
+) -> None:
+  """Raises ValueError if what was kept did not begin as the agent does.
+
+  Its tokens would stand for other words, or it began from other weights or with
+  another chat template.
+
+  Args:
+    folder: where it lies.
+    kept: what it says of itself, of older ones not all.
+    agent: that is to go on with it.
+    origin: as by `origin_of`.
+  """
+  own = agent.tokenizer.to_dict()
+  if kept.get('vocabulary', own) != own:
     raise ValueError(
-        f'the checkpoint in {workdir} is of another vocabulary: its tokens'
+        f'the checkpoint in {folder} is of another vocabulary: its tokens'
         ' would stand for other words; use the version of the code that wrote'
         ' it, or the model that it was trained from'
     )
   if agent.language_model is not None:
-    agent.language_model.check_origin(extra, origin, workdir)
+    agent.language_model.check_origin(kept, origin, folder)
+  elif kept.get('base') not in (None, origin.get('base')):
+    raise ValueError(
+        f'the checkpoint in {folder} has adapters of other weights: expected'
+        f' weights with the fingerprint {kept["base"]}, got'
+        f' {origin.get("base")} drawn from the seed; use the versions of the'
+        ' code and of JAX, and the kind of device, that wrote it')
 
 
 def init_params(config: configs.TrainConfig, agent: Agent) -> dict:
-  """Returns the parameters that training begins with, before a warm start."""
+  """Returns the parameters that training begins with, before a warm start.
+
+  A language model that is to go on a mesh may be more than one device of it
+  holds: it comes to rest in the host's memory.
+  """
   rng_key = jax.random.key(config.seed)
   if agent.language_model is not None:
-    return agent.language_model.init_params(rng_key)
+    return agent.language_model.init_params(
+        rng_key, _host() if config.mesh else None)
   return transformer.init_params(agent.model.config, rng_key)
+
+
+def _host() -> jax.Device | None:
+  """Returns a device whose memory is the host's; None if JAX has none."""
+  try:
+    return jax.local_devices(backend='cpu')[0]
+  except RuntimeError:  # JAX_PLATFORMS leaves it out.
+    return None
 
 
 def make_optimizer(config: configs.TrainConfig) -> optax.GradientTransformation:

@@ -36,12 +36,14 @@ def run_config(
 ) -> configs.TrainConfig:
   """Returns the config that a run was trained with, its files as given now.
 
+  On one device, whatever mesh it was trained on.
+
   Raises:
     FileNotFoundError: if the workdir holds no run.
     ValueError: if its config is not one of this version.
   """
   values = checkpoint.read_config(pathlib.Path(config.workdir) / 'checkpoints')
-  given = {'data': config.data, 'model': config.model}
+  given = {'data': config.data, 'model': config.model, 'mesh': ''}
   values |= {name: path for name, path in given.items() if path is not None}
   return config_flags.from_dict(configs.TrainConfig, values)
 
@@ -63,7 +65,7 @@ def load_policy(
   if config.warm_start:
     if checkpoint.latest_step(workdir / 'checkpoints') is not None:
       assembly.check_origin(workdir, agent, origin)
-    return 0, warm_start.restore(training, agent, workdir, params)
+    return 0, warm_start.restore(training, agent, workdir, params, origin)
   target = assembly.init_state(training, agent, params)
   found = assembly.restore(workdir, agent, target, origin, config.step)
   return found.step, found.state.params

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
   config = config_flags.read(configs.ExportConfig)
   try:
     export(config)
-  except (ImportError, ValueError, OSError) as error:
+  except (ImportError, MemoryError, OSError, ValueError) as error:
     raise flags.IllegalFlagValueError(str(error)) from error
 
 

@@ -58,14 +58,24 @@ class LanguageModel:
         self.conversation, self.turns, self.tokenizer,
         observation_length=config.chunk_length,
         action_length=config.action_length,
-        max_commands=config.max_commands)
+        max_commands=config.max_commands,
+        constrained=config.constrained)
 
-  def init_params(self, rng_key: jax.Array) -> dict:
-    """Returns the weights, with fresh adapters where the config has them."""
-    _, base = hugging_face.load(self.directory)
-    if self.config.lora is None:
-      return base
-    return lora.init_params(self.config, base, rng_key)
+  def init_params(
+      self, rng_key: jax.Array, device: jax.Device | None = None) -> dict:
+    """Returns the weights, with fresh adapters where the config has them.
+
+    Args:
+      rng_key: of the adapters.
+      device: where they come to rest; None for the default device.
+    """
+    there = contextlib.nullcontext() if device is None else (
+        jax.default_device(device))
+    with there:
+      _, base = hugging_face.load(self.directory)
+      if self.config.lora is None:
+        return base
+      return lora.init_params(self.config, base, rng_key)
 
   def origin(self, params: Any) -> dict[str, str]:
     """Returns what a run that begins here says in its checkpoints.

@@ -57,6 +57,17 @@ class Given(NamedTuple):
   metrics: Mapping[str, float]
 
 
+def bare(tree: trees.Tree) -> trees.Tree:
+  """Returns the tree without the sets of allowed tokens, which are large."""
+  return tree.replace(allowed=None)
+
+
+def _keep(given: Given, **learnt: Any) -> Given:
+  """Puts what was learnt where the next update finds it."""
+  auxiliary = {**given.state.auxiliary, **learnt}
+  return given._replace(state=given.state._replace(auxiliary=auxiliary))
+
+
 class Needs:
   """Makes what a method needs, update by update."""
 
@@ -105,7 +116,7 @@ class Needs:
       current = self._outputs(
           state.params, tree, self._config.max_tokens).log_probs
     return self._plan(
-        tree.replace(allowed=None), state.branch_threshold, state.statistics,
+        bare(tree), state.branch_threshold, state.statistics,
         key, current, self._design(state))
 
   def _make_plan(
@@ -158,46 +169,41 @@ class Needs:
   def observe(self, statistics: predictors.Statistics, tree: trees.Tree
               ) -> predictors.Statistics:
     """Returns the statistics that have seen the trees of an update."""
-    return self._observe(statistics, tree.replace(allowed=None))
+    return self._observe(statistics, bare(tree))
 
   def _critic(self, given: Given, tasks) -> Given:
     """Adds the value head's values, and what it is to be trained towards."""
     values = self._outputs(
         given.state.params, given.tree, self._config.max_tokens).values
-    targets = self._targets(given.tree.replace(allowed=None), values)
+    targets = self._targets(bare(given.tree), values)
     return given._replace(
         arrays={**given.arrays, 'values': values}, value_targets=targets)
 
   def _seen(self, given: Given) -> Given:
     """Adds the trees to what the next design is made of."""
     auxiliary = given.state.auxiliary
-    sums = self._add_variances(
-        auxiliary['variance_sums'], given.tree.replace(allowed=None))
-    state = given.state._replace(
-        auxiliary={**auxiliary, 'variance_sums': sums})
-    return given._replace(state=state)
+    return _keep(given, variance_sums=self._add_variances(
+        auxiliary['variance_sums'], bare(given.tree)))
 
   def _learnt_rho(self, given: Given) -> Given:
     """Adds the trust in siblings that earlier updates suggest, by level."""
     sums = given.state.auxiliary['baseline_sums']
     rho = jnp.clip((sums[0] + _FIRST_RHO * _PRIOR) / (sums[1] + _PRIOR), 0, 1)
-    new = self._baseline_sums(given.tree.replace(allowed=None), rho=rho)
-    state = given.state._replace(auxiliary={
-        **given.state.auxiliary, 'baseline_sums': _FORGETTING * sums + new})
+    new = self._baseline_sums(bare(given.tree), rho=rho)
+    given = _keep(given, baseline_sums=_FORGETTING * sums + new)
     told = {f'baseline/rho_{level}': float(rho[level])
             for level in range(1, len(rho))}
     return given._replace(
-        arrays={**given.arrays, 'rho': rho}, state=state,
+        arrays={**given.arrays, 'rho': rho},
         metrics={**given.metrics, **told})
 
   def _selection_slope(self, given: Given, tasks) -> Given:
     """Adds the slope of the batch before; this one's is for the next."""
     before = given.state.auxiliary['selection_slope']
-    after = jnp.stack(self._slope(given.tree.replace(allowed=None)))
-    state = given.state._replace(
-        auxiliary={**given.state.auxiliary, 'selection_slope': after})
+    given = _keep(
+        given, selection_slope=jnp.stack(self._slope(bare(given.tree))))
     return given._replace(
-        arrays={**given.arrays, 'a2': masked.divide(*before)}, state=state)
+        arrays={**given.arrays, 'a2': masked.divide(*before)})
 
   def _make_targets(self, tree, values):
     """Returns the lambda-returns, with the scalars of the estimator."""
@@ -223,16 +229,16 @@ class Needs:
       ratios = self._outputs(second.params, tree, size).log_probs - old
     # Untrained it differs by rounding, which a z-score would blow up.
     ratios = ratios * (int(second.update) > 0)
-    state = given.state._replace(auxiliary={
-        **given.state.auxiliary, 'implicit_reward': second})
-    return given._replace(
-        arrays={**given.arrays, 'implicit_rewards': beta * ratios}, state=state)
+    return _keep(given, implicit_reward=second)._replace(
+        arrays={**given.arrays, 'implicit_rewards': beta * ratios})
 
   def _golden(self, given: Given, tasks) -> Given:
     """Hangs the searcher's success into trees where every rollout failed."""
     total = np.asarray(returns.leaf_returns(given.tree))
     solved = options.of(self._method.credit)['success_threshold'].default
-    failed = ~(total >= solved).any(axis=1)
+    # Off the leaves it is 0, which is none of theirs.
+    failed = ~(np.asarray(trees.is_leaf(given.tree))
+               & (total >= solved)).any(axis=1)
     rng = np.random.default_rng(
         [self._config.seed, _GOLDEN, int(given.state.update)])
     show = lambda task: warm_start.demonstrate(

@@ -7,6 +7,7 @@ that the policy could have given. Only episodes that it won are imitated.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -28,6 +29,7 @@ from bpo_jax import tree as trees
 from bpo_jax import types
 from bpo_jax import version
 from bpo_jax.models import lora
+from environments import base
 from environments.alfworld import expert as experts
 from experiments import assembly
 from experiments import configs
@@ -36,7 +38,7 @@ FOLDER = 'warm_start'  # In a run's workdir.
 
 _FITTED_GAMES = 300  # Enough to know where things usually lie.
 # Counted up when the same flags come to give other parameters.
-_VERSION = 1
+_VERSION = 2
 _PURPOSE = 2**32 - 1  # Apart from the epochs of training, from 0 up.
 _MOST_LOST = 20  # Batches without a win before giving up.
 _DECISION_BUCKET = 512  # Actions; bounds how many shapes are compiled.
@@ -73,19 +75,23 @@ def demonstrate(
     expert: the searcher.
     tasks: tasks or ids to play.
     rng: breaks ties and makes noise.
-    max_turns: episodes that take longer are dropped.
+    max_turns: episodes that take longer are dropped, and so are those with an
+      action of more tokens than the policy draws.
   """
-  codec, encode = agent.batched.codec, agent.tokenizer.encode
+  codec = agent.batched.codec
   episodes, commands, actions = [], [], []
   for task in tasks:
     turns, last = expert.play(agent.environment, task, rng, max_turns)
     if not last.terminal or last.reward <= 0:
       continue
+    drawn = [_action_tokens(agent, timestep, command)
+             for timestep, command in turns]
+    if None in drawn:
+      continue
     episodes.append((turns, last))
-    for timestep, command in turns:
-      words = agent.phrasebook.action(command, timestep.available)
-      commands.append(codec.encode_commands(timestep.available))
-      actions.append(_action_tokens(agent, encode(words)))
+    actions += drawn
+    commands += [codec.encode_commands(timestep.available)
+                 for timestep, _ in turns]
   if not episodes:
     return None
   allowed = [None] * len(actions)
@@ -97,13 +103,22 @@ def demonstrate(
   )
 
 
-def _action_tokens(agent: assembly.Agent, tokens: list[int]) -> list[int]:
-  """Returns an action's tokens as the sampler would have drawn them.
+def _action_tokens(
+    agent: assembly.Agent, timestep: base.TimeStep, command: str
+) -> list[int] | None:
+  """Returns an action's tokens as the sampler would have drawn them, if it can.
 
-  A policy that may draw any token says by token 0 that a short action ends.
+  A policy that may draw any token says that an action ends: a language model as
+  its replies do, any other by token 0. At the most tokens of an action it need
+  not say so.
   """
-  is_short = len(tokens) < agent.sampler.action_length
-  return tokens + [0] * (is_short and not agent.sampler.constrained)
+  codec, sampler = agent.batched.codec, agent.sampler
+  words = agent.phrasebook.action(command, timestep.available)
+  tokens = codec.encode_action(words)
+  if not sampler.constrained:
+    tokens = (tokens if sampler.stop else tokens + [0])[:sampler.action_length]
+  can_be_drawn = codec.decode(timestep.available, np.array(tokens)) == command
+  return tokens if can_be_drawn else None
 
 
 def _allowed(commands, actions, vocab_size: int) -> np.ndarray:
@@ -128,7 +143,7 @@ def _chain(codec, turns, last, decisions) -> trees.TreeBuilder:
     action, allowed = next(decisions)
     shown = []
     if not timestep.done:
-      padded, length = codec.encode_observation(timestep, command)
+      padded, length = codec.encode_observation(timestep, command, action)
       shown = padded[:length].tolist()
     count = len(action)
     if allowed is not None:
@@ -173,8 +188,9 @@ def _demonstrations(
         return tree
     raise ValueError(
         f'the searcher won none of {_MOST_LOST * size} games within'
-        f' {agent.grower.max_turns} turns; raise --max_turns or lower'
-        ' --warm_start_noise'
+        f' {agent.grower.max_turns} turns by actions of at most'
+        f' {agent.sampler.action_length} tokens; raise --max_turns or'
+        ' --max_action_tokens, or lower --warm_start_noise'
     )
 
   with futures.ThreadPoolExecutor(1) as pool:
@@ -246,20 +262,62 @@ def load(
   trained, frozen = lora.split(params)
 
   def make():
-    copy = jax.tree.map(jnp.copy, trained)  # Training consumes what it gets.
-    done = train(agent, lora.join(copy, frozen), config, _report)
+    # Training consumes what it gets. What is to go on a mesh lies on the host;
+    # a copy of it does on the device that trains.
+    copy = functools.partial(jax.tree.map, jnp.copy)
+    rest = copy(frozen) if config.mesh else frozen
+    done = train(agent, lora.join(copy(trained), rest), config, _report)
     return lora.split(done)[0]
 
-  shared = assembly.cache_dir(config) / 'warm_start'
-  shared = shared / fingerprint(config, agent, origin)
-  mine = workdir / FOLDER
+  name = fingerprint(config, agent, origin)
+  facts = {'fingerprint': name, 'vocabulary': agent.tokenizer.to_dict(),
+           **origin}
+  shared = assembly.cache_dir(config) / 'warm_start' / name
+  _drop_stale(workdir, name)
   return lora.join(
-      cached(mine, trained, lambda: cached(shared, trained, make)), frozen)
+      cached(workdir / FOLDER, trained,
+             lambda: cached(shared, trained, make, facts), facts),
+      frozen)
+
+
+def _kept_facts(workdir: pathlib.Path) -> dict[str, Any] | None:
+  """Returns what a run's warm start says of itself; None if none is whole."""
+  try:
+    return checkpoint.find(workdir / FOLDER).extra
+  except (OSError, ValueError):
+    return None
+
+
+def _drop_stale(workdir: pathlib.Path, name: str) -> None:
+  """Deletes a warm start in a workdir that is not the one of a fingerprint.
+
+  Once there is a checkpoint, though, it is what the run began from, whatever
+  version of the code made it.
+  """
+  kept = _kept_facts(workdir)
+  has_begun = checkpoint.latest_step(workdir / 'checkpoints') is not None
+  if kept is not None and kept.get('fingerprint') != name and not has_begun:
+    shutil.rmtree(workdir / FOLDER)
+
+
+def check_kept(
+    workdir: pathlib.Path, agent: assembly.Agent, origin: Mapping[str, str]
+) -> None:
+  """Raises ValueError if a workdir's warm start is of another model.
+
+  See `assembly.check_kept`. One that is missing or spoilt is of none.
+  """
+  kept = _kept_facts(workdir)
+  if kept is not None:
+    assembly.check_kept(workdir / FOLDER, kept, agent, origin)
 
 
 def restore(
-    config: configs.TrainConfig, agent: assembly.Agent, workdir: pathlib.Path,
+    config: configs.TrainConfig,
+    agent: assembly.Agent,
+    workdir: pathlib.Path,
     params: dict,
+    origin: Mapping[str, str],
 ) -> dict:
   """Returns the parameters that `load` gave a run.
 
@@ -268,15 +326,17 @@ def restore(
     agent: of the run.
     workdir: of the run.
     params: as by `assembly.init_params`.
+    origin: as by `assembly.origin_of`.
 
   Raises:
     FileNotFoundError: if they are not there.
-    ValueError: if they are corrupted, or of another model size.
+    ValueError: if they are corrupted, or of another model.
   """
   if agent.language_model is not None and not config.num_warm_start_updates:
     return params
   trained, frozen = lora.split(params)
   found = checkpoint.restore(workdir / FOLDER, trained)
+  assembly.check_kept(workdir / FOLDER, found.extra, agent, origin)
   return lora.join(found.state, frozen)
 
 
@@ -305,12 +365,21 @@ def fingerprint(
 
 
 def cached(
-    directory: pathlib.Path, params: dict, make: Callable[[], dict]
+    directory: pathlib.Path,
+    params: dict,
+    make: Callable[[], dict],
+    facts: Mapping[str, Any] | None = None,
 ) -> dict:
   """Returns the parameters kept in `directory`, or makes and keeps them.
 
   A spoilt or half-written cache is made anew, and a full disk costs the cache
   alone, not the run.
+
+  Args:
+    directory: where they are kept.
+    params: parameters like them.
+    make: makes them.
+    facts: what is kept beside them, JSON-able.
   """
   if checkpoint.latest_step(directory) is not None:
     try:
@@ -319,18 +388,20 @@ def cached(
       logging.warning('The kept warm start is of no use: %s', error)
       shutil.rmtree(directory, ignore_errors=True)
   params = make()
-  _keep(directory, params)
+  _keep(directory, params, facts)
   return params
 
 
-def _keep(directory: pathlib.Path, params: dict) -> None:
+def _keep(
+    directory: pathlib.Path, params: dict, facts: Mapping[str, Any] | None
+) -> None:
   """Saves parameters, unless another run that began alike was faster.
 
   Runs may start at the same time, so each writes to a folder of its own first.
   """
   own = directory.with_name(f'{directory.name}.{os.getpid()}')
   try:
-    checkpoint.save(own, 0, params)
+    checkpoint.save(own, 0, params, facts)
     own.rename(directory)
   except OSError as error:
     if checkpoint.latest_step(directory) is None:

@@ -13,6 +13,7 @@ import oracles_systems
 import pytest
 
 from bpo_jax import advantages
+from bpo_jax import branching
 from bpo_jax import masked
 from bpo_jax import tree as tree_lib
 from bpo_jax.advantages import rows
@@ -170,6 +171,41 @@ def test_branpo_masks_the_first_action_of_the_loser_alone():
          [winner, 0, loser, 0], [1, 1, 1, 0])
 
 
+def _forked_root(*forks):
+  """Failures p1 p2 and q, a success s; forks at the root, where all begin."""
+  named = (_Named().add('p1', 'root').add('p2', 'p1').add('q', 'root')
+           .add('s', 'root', num_tokens=2, reward=1.0))
+  for i, value in enumerate(forks):
+    named.add(f'f{i}', 'root', birth=1, reward=value)
+  return named
+
+
+def test_branpo_counts_no_fork_at_the_root_for_a_first_trajectory():
+  names = ('p1', 'p2', 'q', 's', 'f0', 'f1')
+  # p is forked before its first action: its base is empty, its reward the mean
+  # of its tail and the fork that won. f1 fails as p does and is no contrast.
+  base = np.array([1 / 2, 0, 1])
+  base = (base - base.mean()) / base.std(ddof=1)
+  _check(advantages.branpo, [_forked_root(1.0, 0.0)], names,
+         [-_HALF, -_HALF, base[1], base[2], _HALF, 0], [1, 1, 1, 1, 1, 0])
+
+
+def test_branpo_tells_how_a_task_goes_by_its_first_trajectories():
+  # Two of three succeed, so that among successes the shorter wins, however many
+  # forks at the root fail.
+  named = (_Named().add('p1', 'root').add('p2', 'p1')
+           .add('p3', 'p2', reward=1.0)
+           .add('q', 'root').add('s', 'root', reward=1.0)
+           .add('shorter', 'p1', birth=1, reward=1.0))
+  for i in range(4):
+    named.add(f'f{i}', 'root', birth=1)
+  tails = np.array([1.0] * 2 + [0.0] * 4)
+  tails = (tails - tails.mean()) / tails.std(ddof=1)
+  # p's tail was beaten by the shorter one, and lost its first action.
+  _check(advantages.branpo, [named], ('p2', 'p3', 'shorter', 'f0', 'f3'),
+         [0, tails[1], tails[0], tails[2], tails[2]], [1] * 5)
+
+
 def _golden(returns):
   named = _Named().add('g', 'root', num_tokens=3)
   for i, value in enumerate(returns):
@@ -291,6 +327,33 @@ def test_sipo_by_hand():
   np.testing.assert_array_equal(got[[4, 6]], plain[[4, 6]])
 
 
+@pytest.mark.parametrize('num_others, blom', [(0, 0.86942), (2, 1.17976)])
+def test_sipo_corrects_the_first_trajectory_of_a_forked_root(num_others, blom):
+  # The most surprising of all actions is the first: quantiles 2.625 / 3.25 and
+  # 4.625 / 5.25. The others that begin at the root were not chosen for theirs.
+  named = _Named()
+  for name, above, surprisal in (
+      ('a', 'root', 5.0), ('b', 'a', 1.0), ('c', 'b', 2.0)):
+    named[name] = named.builder.add(
+        named[above], [0], [True], [-surprisal])
+  for i in range(num_others):
+    named[f'other{i}'] = named.builder.add(
+        named['root'], [0], [True], [-3.0 - i])
+  stack = lambda: tree_lib.stack([named.builder], **_SIZES)
+  plan = jax.device_get(_jitted(
+      branching.sipo, sibling_penalty=0.0, num_branch_points=1)(stack()))
+  assert (plan.node[0, 0], plan.offset[0, 0], plan.count[0, 0]) == (1, 0, 2)
+  for fork in ('f0', 'f1'):
+    named.add(fork, 'root', birth=1)
+  run = lambda a2: named.of(_jitted(advantages.sipo)(
+      stack(), a2=np.float32(a2)).advantages[0], named)
+  names = list(named)
+  expected = [{'root': 0.0, **dict.fromkeys('abc', -blom)}.get(
+      name, blom / (num_others + 2)) for name in names]
+  np.testing.assert_allclose(run(1.0), expected, atol=1e-5)
+  np.testing.assert_array_equal(run(0.0), np.zeros(len(names)))
+
+
 @functools.cache
 def _selected_trees(seed, num_trees=300, slope=0.5):
   """Trees whose returns grow with the surprisal, forked at its largest."""
@@ -357,8 +420,10 @@ def test_a_large_common_return_costs_no_digits(name, options):
         tree, np.random.default_rng(0).normal(size=tree.parents.shape))
   got = _jitted(getattr(advantages, name), **options)(tree, **arrays)
   expected = getattr(oracles_systems, name)(tree, **options, **arrays)
-  np.testing.assert_allclose(
-      got.advantages, expected[0], rtol=1e-6, atol=4e-6)
+  for b, in_tree in enumerate(expected[0]):
+    scale = max(np.abs(in_tree).max(), 0.1)  # As in the contract.
+    np.testing.assert_allclose(
+        got.advantages[b], in_tree, rtol=0, atol=1e-6 * scale)
   np.testing.assert_allclose(got.weights, expected[1], rtol=1e-6)
 
 

@@ -1,6 +1,9 @@
 """algorithms: every row of the table runs and says where it comes from."""
 
+import os
 import pathlib
+import subprocess
+import sys
 
 import builders
 import jax
@@ -74,6 +77,33 @@ def test_the_docs_and_the_help_list_every_row(name):
   assert f'{name} ' in algorithms.describe()
 
 
+def test_the_help_of_the_trainer_lists_every_row():
+  text = subprocess.run(
+      [sys.executable, '-m', 'experiments.train', '--helpshort'],
+      capture_output=True, text=True, check=False, cwd=_DOCS.parent,
+      env={**os.environ, 'JAX_PLATFORMS': 'cpu'}).stdout
+  lines = [line.strip() for line in text.splitlines()]
+  for name in algorithms.names():
+    (line,) = [line for line in lines if line.split(' ')[0] == name]
+    for told in (algorithms.get(name).source, *algorithms.get(name).needs):
+      assert told in line
+
+
+def test_numbers_that_a_paper_does_not_give_are_called_read():
+  row = algorithms.get('cbpo')
+  assert 'clip and KL weight read' in row.source
+  assert row.defaults['clip_epsilon_low'] == 0.2
+  assert row.defaults['kl_coef'] == 0.001
+  docstring = ' '.join(row.estimator.__doc__.split())
+  assert 'read, and so are the clip and KL weight' in docstring
+
+
+def test_parts_are_found_by_name():
+  assert algorithms.estimator('arpo_hard') is algorithms.advantages.arpo_hard
+  for name in algorithms.branch_policies():
+    assert algorithms.branch_policy(name).__name__ == name
+
+
 @pytest.mark.parametrize('name', [
     name for name in algorithms.names()
     if set(algorithms.get(name).needs) & {
@@ -114,6 +144,10 @@ def test_overrides_reach_the_functions():
 @pytest.mark.parametrize('call, message', [
     (lambda tree: algorithms.get('bpo_rbb'), "got 'bpo_rbb'.*bpo_rb"),
     (lambda tree: algorithms.get('zzz'), 'bpo, .*rloo'),
+    (lambda tree: algorithms.estimator('arpo_hrd'),
+     "estimator: .*got 'arpo_hrd'.*did you mean arpo_hard"),
+    (lambda tree: algorithms.branch_policy('top_entrpy'),
+     "branch_policy: .*got 'top_entrpy'.*did you mean top_entropy"),
     (lambda tree: algorithms.get('bpo').credit(tree, lamda_=1.0), 'lambda_'),
     (lambda tree: algorithms.get('bpo').plan(tree, num_fork=1), 'num_forks'),
     (lambda tree: algorithms.get('rloo').plan(tree, num_forks=1),

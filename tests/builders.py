@@ -16,14 +16,17 @@ def random_builder(seed: int, max_nodes: int = 24, max_tokens: int = 7,
   `offset` is added to the reward of every leaf.
   """
   rng = np.random.default_rng(seed)
+  root_rng = np.random.default_rng([seed, 1])  # So that other draws stay.
   num_nodes = int(rng.integers(1, max_nodes + 1))
   parents = [-1] + [int(rng.integers(max(0, n - 4), n))
                     for n in range(1, num_nodes)]
   births = [0] * num_nodes
   builder = tree_lib.TreeBuilder()
   for node, parent in enumerate(parents):
-    # A later child of a parent is a fork, of the stage after its parent's.
-    is_fork = parent > 0 and parent in parents[:node]
+    # A later child of a parent is a fork, of the stage after its parent's; of
+    # the root it may be a first trajectory as well.
+    is_fork = parent >= 0 and parent in parents[:node]
+    is_fork = is_fork and (parent > 0 or root_rng.random() < 0.3)
     births[node] = births[parent] + is_fork if node else 0
     leaf = node not in parents
     ended = leaf and node > 0 and rng.random() < 0.8
@@ -102,11 +105,13 @@ def permute_nodes(tree: tree_lib.Tree, seed: int
                   ) -> tuple[tree_lib.Tree, np.ndarray]:
   """Returns the trees in another topological order, and that order [B, N].
 
-  Siblings of equal birth may change places. order[b, i] is the old index of
-  what stands at i now.
+  Siblings of equal birth may change places; but where the root is forked, the
+  first of its children is what was forked, and stays the first. order[b, i] is
+  the old index of what stands at i now.
   """
   rng = np.random.default_rng(seed)
-  orders = np.stack([_random_topological(p, rng) for p in tree.parents])
+  orders = np.stack([
+      _random_topological(*x, rng) for x in zip(tree.parents, tree.birth)])
   rank = np.argsort(orders, axis=1)
 
   def move(value):
@@ -119,8 +124,13 @@ def permute_nodes(tree: tree_lib.Tree, seed: int
   return moved.replace(parents=parents), orders
 
 
-def _random_topological(parents, rng):
-  num_nodes = len(parents)
+def _random_topological(parents, birth, rng):
+  num_nodes, parents = len(parents), np.array(parents)
+  tops = np.flatnonzero(parents == 0)
+  if birth[tops].any():
+    first = min(tops, key=lambda n: (birth[n], n))
+    alike = tops[(birth[tops] == birth[first]) & (tops != first)]
+    parents[alike] = first  # For the order alone.
   ready = [0]
   order = []
   while ready:

@@ -159,7 +159,7 @@ def test_an_exception_ends_its_row_only_and_is_logged_once(caplog):
   same(jax.tree.map(lambda a: a[0], got._replace(handles=np.zeros(5))),
        jax.tree.map(lambda a: a[4], got._replace(handles=np.zeros(5))))
   assert batched.errors == {'ZeroDivisionError': 2}
-  assert batched.metrics()['environment/errors'] == 2
+  assert batched.errors.total() == 2
   tracebacks = [r for r in caplog.records if 'ZeroDivision' in r.getMessage()]
   assert len(tracebacks) == 1 and 'raise fault' in tracebacks[0].getMessage()
   assert batched.pending_error is None
@@ -199,6 +199,23 @@ def test_a_limit_of_the_codec_ends_the_episode_alone(caplog):
   assert len(batched.store) == held  # The new state was let go.
   batched.raise_pending()
   assert 'raise --max_commands' in caplog.text
+
+
+def test_free_actions_need_no_table():
+  # Each command in the corridor has two tokens.
+  batched = make_batched(max_commands=1, action_length=1, constrained=False)
+  result, _ = batched.reset(['train/3'], [0])
+  got = batched.host_step(
+      result.handles, np.array([[5]], np.int32), np.ones(1, bool))
+  assert got.status.tolist() == [INVALID] and not got.truncated.any()
+  assert not result.commands.any() and not got.commands.any()
+  free = make_batched(max_commands=1, constrained=False)
+  result, _ = free.reset(['train/3'], [0])
+  available = free.store.timestep(int(result.handles[0])).available
+  action = free.codec.encode_action(available[0].split())
+  got = free.host_step(
+      result.handles, np.array([action], np.int32), np.ones(1, bool))
+  assert got.status.tolist() == [OK] and not free.errors
 
 
 class Unpriced(toys.Corridor):

@@ -97,6 +97,21 @@ def test_free_replies_name_commands_however_they_are_spelled(
     assert codec.decode(AVAILABLE, ids) == command
 
 
+def test_free_replies_need_no_table(parts):
+  """Where a command is too long for it, or there are too many of them."""
+  tokenizer, turns = parts
+  codec = make(parts, action_length=6, max_commands=1, constrained=False)
+  assert not codec.encode_commands(AVAILABLE).any()
+  for said, command in (('look', 'look'), ('LOOK ', 'look'), ('lo', None)):
+    ids = [*tokenizer.encode(said), turns.end_of_turn]
+    assert codec.decode(AVAILABLE, np.array(ids)) == command
+  spelled = ('cafe\u0301', 'Look', 'look')  # Tokens have it composed.
+  for name in spelled:
+    assert codec.decode(spelled, np.array(tokenizer.encode(name))) == name
+  with pytest.raises(ValueError, match='raise --max_action_tokens'):
+    make(parts, action_length=6).encode_commands(AVAILABLE)
+
+
 def test_a_reply_is_the_action_where_actions_are_free(parts):
   tokenizer, turns = parts
   codec = make(parts)
@@ -107,17 +122,20 @@ def test_a_reply_is_the_action_where_actions_are_free(parts):
 
 
 class Echo:
-  """Remembers what it is told, and takes free actions."""
+  """Remembers what it is told, and says it again."""
+
+  def __init__(self, available=()):
+    self._available = available
 
   def reset(self, task, seed):
-    return (), timestep('A room.', ())
+    return (), timestep('A room.', self._available)
 
   def step(self, state, action):
-    return (*state, action), timestep(action, ())
+    return (*state, action), timestep(action, self._available)
 
 
-def test_token_zero_is_one_like_all_others(tmp_path):
-  """Where '!' is token 0, as in Qwen2, a reply may end with it."""
+def with_exclamations(tmp_path):
+  """Parts in which '!' is token 0, as in Qwen2."""
   ids, merges, types = tiny_tokenizers.vocabulary()
   ids[0], ids[ord('!')] = '!', ids[0]
   folder = tiny_tokenizers.write(
@@ -126,8 +144,13 @@ def test_token_zero_is_one_like_all_others(tmp_path):
   tokenizers.write_json(
       folder / 'tokenizer.json', ids, merges, types, 'qwen2')
   tokenizer = tokenizers.load(folder)
-  turns = chat.Turns.of(tokenizer, chat.load_template(folder))
   assert tokenizer.encode('!') == [0]
+  return tokenizer, chat.Turns.of(tokenizer, chat.load_template(folder))
+
+
+def test_token_zero_is_one_like_all_others(tmp_path):
+  """A reply may end with it."""
+  tokenizer, turns = with_exclamations(tmp_path)
   codec = make((tokenizer, turns), action_length=6)
   said = ['look!', '!!', 'look', '']
   tokens = [tokenizer.encode(text) for text in said]
@@ -141,6 +164,25 @@ def test_token_zero_is_one_like_all_others(tmp_path):
     assert batched.store.get(int(got.handles[row])) == (text,)
     shown = np.asarray(got.observation[row, :got.observation_length[row]])
     assert shown.tolist() == turns.next_turn(text, ended=False)
+
+
+def test_free_replies_go_on_whatever_the_commands_are(tmp_path):
+  """A command that no reply is long enough for, or with token 0 in it."""
+  tokenizer, turns = with_exclamations(tmp_path)
+  codec = make((tokenizer, turns), action_length=6, max_commands=1,
+               constrained=False)
+  environment = Echo(('look', 'stop!', 'go to desk 12'))
+  batched = callbacks.BatchedEnvironment(
+      stores.StateStore(environment), codec)
+  start, _ = batched.reset(['any'] * 2, range(2))
+  ids = [tokenizer.encode(text) for text in ('look', 'stop!')]
+  actions = np.array([x + [0] * (6 - len(x)) for x in ids], np.int32)
+  got = batched.host_step(
+      start.handles, actions, np.ones(2, bool), np.array([*map(len, ids)]))
+  assert got.status.tolist() == [base.Status.OK] * 2 and not batched.errors
+  assert not start.commands.any() and not got.commands.any()
+  assert [batched.store.get(int(x)) for x in got.handles] == [
+      ('look',), ('stop!',)]
 
 
 def test_what_the_environment_says_is_text(parts):

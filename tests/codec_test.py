@@ -102,7 +102,7 @@ def test_limits_are_told_with_the_flag_to_raise():
   codec = make_codec(max_commands=2)
   with pytest.raises(ValueError, match='3 admissible.*raise --max_commands'):
     codec.encode_commands(('a', 'b', 'c'))
-  with pytest.raises(ValueError, match='4 tokens.*raise --action_length'):
+  with pytest.raises(ValueError, match='4 tokens.*raise --max_action_tokens'):
     codec.encode_commands(('a b c d',))
   with pytest.raises(ValueError, match='0 tokens'):
     codec.encode_commands(('',))

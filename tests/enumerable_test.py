@@ -290,6 +290,38 @@ def test_closed_forms_of_the_noise_are_those_of_enumeration(credits, design):
       (_trace(estimates, chance), chance @ forest.num_steps), rtol=1e-6)
 
 
+@jax.jit
+def _three_credits(tree):
+  uniform, split = (functools.partial(
+      advantages.bpo, node_weighting=x)(tree) for x in ('uniform', 'split'))
+  return uniform, split, advantages.bpo_rb(tree)
+
+
+@pytest.mark.parametrize('threshold, num_forks', [
+    (0.98, {0, 1, 2}), (0.5, {1, 2, 3})])
+def test_a_threshold_is_causal_where_episodes_end_early(threshold, num_forks):
+  """The lower one is exceeded everywhere, so that `max_per_path` stops it."""
+  task = _ragged()
+  policy = jax.jit(functools.partial(
+      branching.causal_threshold, threshold=threshold, num_branch_points=4,
+      num_forks=1, max_per_path=2, min_spacing=1))
+  forest = enumerable.all_backbones(task, 2)
+  lengths = forest.tree.action_mask.sum((1, 2))
+  plan = jax.device_get(policy(forest.tree))
+  assert len(np.unique(lengths)) > 2
+  assert set(plan.count.sum(1)) == num_forks
+  forest = enumerable.all_forks(forest, plan)
+  truth, chance = task.gradient.ravel(), forest.probabilities
+  uniform, split, rb = (
+      chance @ enumerable.gradient(forest, credit)
+      for credit in jax.device_get(_three_credits(forest.tree)))
+  for mean in (split, rb):
+    np.testing.assert_allclose(mean, truth, atol=1e-6)
+  # Whatever the size of the step.
+  along = (uniform @ truth) / (truth @ truth) * truth
+  assert np.linalg.norm(uniform - along) > 0.02 * np.linalg.norm(along)
+
+
 @pytest.mark.parametrize('task_seed', range(3))
 def test_theorem_4_3_holds_to_float64(task_seed):
   task = enumerable.random_task(task_seed)

@@ -39,8 +39,8 @@ def _trained_by_branpo(threshold):
   """First trajectories and the forks that contrast with what they left."""
   def trained(root):
     tree = oracles.Branpo(root, threshold, 0.0)
-    return estimator_cases.count(root, lambda node: node is not root and (
-        oracles.is_first(node) or tree.kept(oracles.row_start(node))))
+    return estimator_cases.count(root, lambda node: (
+        node is not root and tree.used(oracles.row_start(node))))
   return trained
 
 

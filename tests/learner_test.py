@@ -113,7 +113,7 @@ def naive_loss(params, tree, rows, temperature):
   behaviour, advantages, weights = map(by_source, (
       rows.behaviour_log_probs, rows.advantages, rows.weights))
   num_nodes, num_tokens = tree.tokens.shape[1:]
-  total = 0.0
+  sets, total = tiny.allowed_sets(tree), 0.0
   for b in range(len(tree.parents)):
     leaves = tiny.leaves(tree, b)
     paths = [tiny.path(tree, b, leaf) for leaf in leaves]
@@ -122,7 +122,7 @@ def naive_loss(params, tree, rows, temperature):
       for n in path:
         for t in np.flatnonzero(tree.token_mask[b, n]):
           tokens.append(tree.tokens[b, n, t])
-          allowed.append(tree.allowed[b, n, t])
+          allowed.append(sets[b, n, t])
           is_action.append(bool(tree.action_mask[b, n, t]))
           sources.append((b * num_nodes + n) * num_tokens + t)
       log_probs = path_log_probs(params, tokens, allowed, temperature)

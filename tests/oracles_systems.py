@@ -148,17 +148,20 @@ class Branpo:
 
   def __init__(self, root, threshold, epsilon):
     self.threshold = threshold
-    starts = root.children
+    starts = [child for child in root.children if child.birth == 0]
     wins = [self.wins(start) for start in starts]
     self.mixed = 0.5 < np.mean(wins) < 1 if wins else False
-    tails = [leaf for leaf in root.leaves if point_left(leaf) is not None
-             and (is_first(leaf) or self.kept(row_start(leaf)))]
+    used = [leaf for leaf in root.leaves if leaf is not root
+            and self.used(row_start(leaf))]
+    tails = [leaf for leaf in used if self.member(leaf) is not None]
     self.tails = relative_by_node(
         tails, [leaf.total for leaf in tails], epsilon)
+    rewards = {start: [] for start in starts}
+    for leaf in used:
+      top = leaf.path[1]
+      rewards[root.heir if top.birth else top].append(leaf.total)
     self.bases = relative_by_node(
-        starts, [np.mean([leaf.total for leaf in start.leaves
-                          if is_first(leaf) or self.kept(row_start(leaf))])
-                 for start in starts], epsilon)
+        starts, list(map(np.mean, rewards.values())), epsilon)
 
   def wins(self, node):
     return row_end(node).total >= self.threshold
@@ -176,6 +179,22 @@ class Branpo:
   def kept(self, fork):
     return self.verdict(fork) != 0
 
+  def used(self, start):
+    """Whether a row is trained: a first trajectory, or a fork that is kept."""
+    is_fork = start.parent.parent is not None or start.birth > 0
+    return not is_fork or self.kept(start)
+
+  @staticmethod
+  def member(node):
+    """First node of the tail that a node is in, or None on a base."""
+    found = point_left(node)
+    if found is None and node.parent is not None:
+      top = node.path[1]
+      is_forked = any(child.birth for child in top.parent.children)
+      if is_forked and (top.birth or top.parent.heir is top):
+        found = top
+    return found
+
   def rejected(self, member):
     if member.parent.heir is member:
       return any(self.verdict(x) > 0 for x in member.siblings)
@@ -185,9 +204,9 @@ class Branpo:
     if node.parent is None:
       return 0.0, 0.0
     start = row_start(node)
-    if start.parent.parent is not None and not self.kept(start):
+    if not self.used(start):
       return 0.0, 0.0
-    member = point_left(node)
+    member = self.member(node)
     if member is None:
       return self.bases[start], 1.0
     advantage = self.tails[row_end(node)]
@@ -344,7 +363,7 @@ def sipo(tree, a2=0.0, w=1.0, unit='token', node_values='own',
   def corrected(b, node):
     value = oracles.path_value(node, node_values)
     parent = node.parent
-    forked = parent.parent is not None and parent.heir is node and any(
+    forked = parent.heir is node and any(
         sibling.birth > node.birth for sibling in node.siblings)
     drawn = node
     while drawn.children and True not in drawn.mask:

@@ -160,7 +160,8 @@ def path_by_path(tree, params, network=NETWORK, seed=0):
         [x[b, node, token], np.zeros((SIZE, *x.shape[3:]), x.dtype)])[:SIZE]
     allowed = np.full((*shape, 2), 0xFFFFFFFF, np.uint32)
     if tree.allowed is not None:
-      allowed = np.where(tree.action_mask[..., None], tree.allowed, allowed)
+      allowed = np.where(
+          tree.action_mask[..., None], tiny.allowed_sets(tree), allowed)
     weights = (credit.weights / np.maximum(num_paths, 1)[..., None])
     (loss, said), slope = alone(
         network, params, at(tree.tokens), at(allowed), at(credit.advantages),

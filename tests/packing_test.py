@@ -150,7 +150,7 @@ def test_the_path_mask_has_what_other_rows_train(seed, kind):
                        ('behaviour_log_probs', tree.behaviour_log_probs)):
     np.testing.assert_array_equal(
         getattr(rows, name)[rows.token_mask], values.ravel()[index])
-  words = tree.allowed.reshape(-1, tree.allowed.shape[-1])
+  words = tiny.allowed_sets(tree).reshape(-1, tree.allowed.shape[-1])
   np.testing.assert_array_equal(
       rows.allowed[rows.path_mask], words[rows.source[rows.path_mask]])
   assert (rows.path_mask & ~rows.action_mask).any() == (
@@ -418,7 +418,7 @@ def test_micro_batches_say_where_log_probs_are_needed(kind):
   tree, _, rows = lay(3, kind)
   for batch in packing.micro_batches(rows, 128):
     length = batch.tokens.shape[1]
-    words = tree.allowed.reshape(-1, tree.allowed.shape[-1])
+    words = tiny.allowed_sets(tree).reshape(-1, tree.allowed.shape[-1])
     assert batch.allowed.shape == (*batch.trained.shape, tree.allowed.shape[-1])
     for row, places in enumerate(batch.trained):
       needed = np.flatnonzero(batch.path_mask[row])

@@ -91,11 +91,6 @@ def _paths(*lengths_and_rewards, **root):
   return _stack(builder)
 
 
-@jax.jit
-def _node_values(tree, discount=1.0):
-  return returns.node_values(tree, discount=discount)
-
-
 def _first_tokens(credit, tree=0):
   """Advantages of the leaves of `_chains`."""
   return credit.advantages[tree, :, 0][credit.weights[tree, :, 0] > 0]
@@ -291,11 +286,31 @@ def test_016_what_differs_within_a_tree_is_lost():
 
 def test_017_the_last_reward_is_counted_at_every_step():
   builder = tree_lib.TreeBuilder()
-  node = builder.add(-1, [1])
+  node = builder.add(-1, [1], anchor=7)
   for reward in (0.0, 0.0, 1.0):
-    node = builders.add_action(builder, node, reward=reward)
-  np.testing.assert_array_equal(
-      _node_values(_stack(builder))[0, :4], [1, 1, 1, 1])
+    node = builders.add_action(builder, node, reward=reward, anchor=7)
+  tree = _stack(builder)
+  assert jax.jit(returns.node_values)(tree)[0, :4].tolist() == [1] * 4
+  # Copied to every step and summed from there on it would be 3, 2, 1.
+  credit = _credit('ppo_gae', tree, {'lambda_': 1.0}, values=0.0 * tree.tokens)
+  np.testing.assert_array_equal(credit.advantages[0, 1:4, 0], [1, 1, 1])
+  # Three steps from one state and of one return: nothing sets them apart.
+  credit = _credit('gigpo', tree, {'discount': 1.0})
+  np.testing.assert_array_equal(credit.advantages[0], np.zeros((16, 8)))
+
+
+def test_017_a_step_alone_in_its_state_is_compared():
+  # Both set out from 7 and come to 3 and to 5: the second steps are alone.
+  builder = tree_lib.TreeBuilder()
+  root = builder.add(-1, [1], anchor=7)
+  for anchor, reward in ((3, 1.0), (5, 0.0)):
+    first = builders.add_action(builder, root, anchor=anchor)
+    builders.add_action(builder, first, reward=reward)
+  tree = _stack(builder)
+  steps = _credit('gigpo', tree).advantages - _credit('grpo', tree).advantages
+  np.testing.assert_allclose(
+      steps[0, 1:5, 0], np.sqrt(0.5) * np.array([1, 0, -1, 0]), atol=1e-5)
+  np.testing.assert_array_equal(steps[0, [2, 4]], np.zeros((2, 8)))
 
 
 def test_018_a_response_is_as_long_as_its_span():
@@ -309,12 +324,20 @@ def test_018_a_response_is_as_long_as_its_span():
       credit.weights[0, 1, :5], [0.5, 0, 0, 0, 0.5])
 
 
-def test_020_returns_stop_at_an_observation():
+@pytest.mark.parametrize('spans', [
+    [[True, False, True]], [[True], [False], [True]]])
+def test_020_returns_stop_at_an_observation(spans):
+  # Of 1 at the end a half is left one action before, whatever lies between.
   builder = tree_lib.TreeBuilder()
-  first = builders.add_action(builder, builder.add(-1, [1]))
-  builders.add_action(builder, first, reward=1.0)
-  values = _node_values(_stack(builder), 0.5)
-  np.testing.assert_array_equal(values[0, 1:3], [0.5, 1.0])
+  node = builder.add(-1, [1])
+  for mask in spans:
+    node = builder.add(
+        node, mask, mask, np.where(mask, -1.0, 0.0),
+        reward=float(mask is spans[-1]))
+  tree = _stack(builder)
+  credit = _credit('ppo_gae', tree, dict(discount=0.5, lambda_=1.0),
+                   values=0.0 * tree.tokens)
+  assert credit.advantages[tree.action_mask].tolist() == [0.5, 1.0]
 
 
 def test_021_values_on_observations_enter_the_recursion():

@@ -119,7 +119,8 @@ def test_only_admissible_commands_are_drawn(grown):
     assert invalid  # A free policy of random weights knows no command.
     assert result.tree.allowed is None
     return
-  allowed = np.asarray(sampling.unpack_bits(result.tree.allowed))
+  allowed = np.asarray(
+      sampling.unpack_bits(tiny.allowed_sets(result.tree)))
   taken = np.take_along_axis(allowed, result.tree.tokens[..., None], axis=-1)
   assert taken[result.tree.action_mask].all()
   sizes = allowed.sum(axis=-1)[result.tree.action_mask]
@@ -331,7 +332,8 @@ def test_greedy_needs_no_key(corridor):
   jax.tree.map(np.testing.assert_array_equal, one, other)
   mask = one.action_mask
   # The likeliest of n tokens has a probability of 1 / n at least.
-  sizes = np.asarray(sampling.unpack_bits(one.allowed)).sum(axis=-1)
+  sizes = np.asarray(
+      sampling.unpack_bits(tiny.allowed_sets(one))).sum(axis=-1)
   assert (one.behaviour_log_probs[mask] > -np.log(sizes[mask]) - 1e-6).all()
 
 

@@ -3,12 +3,17 @@
 import dataclasses
 import json
 import logging
+import os
+import pathlib
 import shutil
+import subprocess
+import sys
 
 import chat_templates
 import jax
 import numpy as np
 import pytest
+import tiny_agents
 import tiny_runs
 import tiny_tokenizers
 
@@ -17,15 +22,20 @@ pytest.importorskip('safetensors')
 pytest.importorskip('jinja2')
 
 from bpo_jax import checkpoint  # noqa: E402
+from bpo_jax import sampling  # noqa: E402
 from bpo_jax import tokenizers  # noqa: E402
 from bpo_jax.models import hugging_face  # noqa: E402
 from bpo_jax.models import lora  # noqa: E402
 from bpo_jax.models import transformer  # noqa: E402
+from experiments import assembly  # noqa: E402
 from experiments import configs  # noqa: E402
 from experiments import evaluate  # noqa: E402
 from experiments import export  # noqa: E402
 from experiments import language_models  # noqa: E402
 from experiments import train  # noqa: E402
+from experiments import warm_start  # noqa: E402
+
+_TESTS = pathlib.Path(__file__).resolve().parent
 
 CONFIG = transformer.TransformerConfig(
     vocab_size=320, width=16, num_layers=1, num_heads=2, num_kv_heads=1,
@@ -216,6 +226,37 @@ def test_a_run_is_scored(done, tmp_path):
   assert json.loads(out.read_text())['update'] == 2
 
 
+@pytest.mark.parametrize('arguments', [(), ('--dtype=bfloat16',)])
+def test_the_binary_exports(arguments, done, tmp_path, capsys):
+  ready, _ = done
+  call = lambda: tiny_runs.call(
+      export, configs.ExportConfig, f'--workdir={ready.workdir}',
+      f'--out={tmp_path / "out"}', *arguments)
+  assert call() == 0
+  assert f'update 2 of {ready.workdir} is in' in capsys.readouterr().out
+  config, _ = hugging_face.load(tmp_path / 'out')
+  assert config.vocab_size == CONFIG.vocab_size
+  assert call() == 2  # It is taken.
+  error = capsys.readouterr().err
+  assert error.startswith('error: --out: ') and error.count('\n') == 1
+
+
+def test_want_of_memory_is_one_line(model, monkeypatch, tmp_path, capsys):
+  def lack(*args):
+    raise MemoryError('out of memory on the device: too much')
+
+  config = config_of(model, tmp_path)
+  monkeypatch.setattr(warm_start, 'load', lack)
+  assert tiny_runs.call(
+      train, configs.TrainConfig, *tiny_runs.arguments(config)) == 2
+  told = 'error: out of memory on the device: too much\n'
+  assert capsys.readouterr().err.endswith(told)
+  monkeypatch.setattr(export, 'export', lack)
+  assert tiny_runs.call(
+      export, configs.ExportConfig, '--workdir=x', '--out=y') == 2
+  assert capsys.readouterr().err == told
+
+
 def test_what_is_exported_says_what_the_run_says(done, model, tmp_path):
   ready, _ = done
   out = tmp_path / 'exported'
@@ -231,6 +272,177 @@ def test_what_is_exported_says_what_the_run_says(done, model, tmp_path):
   with pytest.raises(ValueError):  # It is taken.
     export.export(configs.ExportConfig(
         workdir=str(ready.workdir), out=str(out)))
+
+
+@pytest.fixture
+def few_games(monkeypatch):
+  """Lets the searcher look at few games, which is quick."""
+  monkeypatch.setattr(warm_start, '_FITTED_GAMES', 8)
+
+
+def played(agent, expert, tasks):
+  """What the searcher does in `demonstrate`, its won episodes alone."""
+  rng = np.random.default_rng(0)
+  episodes = [expert.play(agent.environment, task, rng, 30) for task in tasks]
+  return [(turns, last) for turns, last in episodes if last.reward > 0]
+
+
+def said_in(agent, turns):
+  """The conversation of an episode, up to its last reply."""
+  messages = [{'role': 'system', 'content': agent.phrasebook.system}]
+  for timestep, command in turns:
+    told, = agent.phrasebook.prompt(timestep)
+    messages += [{'role': 'user', 'content': told},
+                 {'role': 'assistant', 'content': command}]
+  return messages
+
+
+@pytest.mark.parametrize('room', ['enough', 'no end', 'too little'])
+@pytest.mark.parametrize('constrained', [True, False])
+def test_a_demonstration_is_the_conversation_rendered_whole(
+    constrained, room, model, few_games, tmp_path):
+  sizes = dict(observation_length=1024, constrained=constrained, max_turns=30)
+  wide = assembly.make_agent(config_of(
+      model, tmp_path, max_action_tokens=64, **sizes))
+  expert = warm_start.make_expert(wide, 0.0)
+  tasks = wide.environment.tasks('train')[:3]
+  episodes = played(wide, expert, tasks)
+  longest = max(len(wide.tokenizer.encode(command))
+                for turns, _ in episodes for _, command in turns)
+  sizes['max_action_tokens'] = {
+      'enough': 64, 'no end': longest, 'too little': longest - 1}[room]
+  agent = assembly.make_agent(config_of(model, tmp_path, **sizes))
+  show = lambda: warm_start.demonstrate(
+      agent, expert, tasks, np.random.default_rng(0), 30)
+  if constrained and room != 'enough':  # It has no such row in its table.
+    with pytest.raises(ValueError, match='raise --max_action_tokens'):
+      show()
+    return
+  tree = show()
+  if room == 'too little':  # What the policy cannot say is not imitated.
+    assert tree is None or len(tree.parents) < len(episodes)
+    return
+  tree.validate()
+  assert len(tree.parents) == len(episodes) > 0
+  codec, sampler = agent.batched.codec, agent.sampler
+  for b, (turns, _) in enumerate(episodes):
+    leaf, = tiny_agents.leaves(tree, b)
+    ids = tiny_agents.path_tokens(tree, b, leaf)
+    assert not agent.language_model.turns.verify(said_in(agent, turns), ids)
+    for node, (timestep, _) in zip(
+        tiny_agents.path(tree, b, leaf)[1:], turns, strict=True):
+      count = int(tree.action_mask[b, node].sum())
+      drawn = np.zeros((1, sampler.action_length), np.int32)
+      drawn[0, :count] = tree.tokens[b, node, :count]
+      commands = codec.encode_commands(timestep.available)[None]
+      goes_on = [
+          bool(sampling.is_unfinished(sampler, commands, drawn, step)[0])
+          for step in range(1, count + 1)]
+      assert all(goes_on[:-1])
+      assert not goes_on[-1] or count == sampler.action_length
+
+
+@pytest.mark.parametrize('constrained', [True, False])
+def test_a_warm_start_moves_the_adapters_alone(
+    constrained, model, few_games, tmp_path):
+  config = config_of(
+      model, tmp_path, warm_start_updates=2, warm_start_batch=1, max_turns=20,
+      max_action_tokens=64, constrained=constrained)
+  ready = set_up(config)
+  _, base = hugging_face.load(model)
+  trained, frozen = lora.split(ready.reference)
+  jax.tree.map(np.testing.assert_array_equal, frozen, base)
+  start, _ = lora.split(assembly.init_params(config, ready.agent))
+  assert all(jax.tree.leaves(jax.tree.map(
+      lambda x, y: bool(np.any(x != y)), trained, start)))
+  again = set_up(config, resume=True, updates=3)
+  jax.tree.map(
+      np.testing.assert_array_equal, again.reference, ready.reference)
+
+
+def die(*args):
+  raise RuntimeError('killed')
+
+
+def learn(agent, params, config, progress):
+  """Stands for `warm_start.train`: what is learnt depends on the weights."""
+  shift = params['embedding']['embedding'].sum()
+  return jax.tree.map(lambda x: x + shift, params)
+
+
+def dead_run(model, folder, monkeypatch):
+  """The config of a run that died when its warm start was made."""
+  config = config_of(model, folder, warm_start_updates=1)
+  monkeypatch.setattr(warm_start, 'train', learn)
+  with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+    patch.setattr(assembly, 'init_state', die)
+    train.set_up(config)
+  return config
+
+
+def test_a_warm_start_of_another_model_is_not_taken_up(
+    model, monkeypatch, tmp_path):
+  config = dead_run(model, tmp_path, monkeypatch)
+  folder = tmp_path / 'run'
+  before = checkpoint.read_config(folder / 'checkpoints')
+  other = write_model(tmp_path / 'other', seed=1)
+  with pytest.raises(
+      ValueError, match=f'{folder}/warm_start is .*another base model'):
+    set_up(config, resume=True, model=str(other))
+  assert checkpoint.read_config(folder / 'checkpoints') == before
+  with pytest.raises(ValueError, match='another base model'):
+    evaluate.evaluate(configs.EvaluateConfig(
+        workdir=str(folder), model=str(other), tasks=1, warm_start=True))
+  ready = set_up(config, model=str(other))  # It begins anew.
+  start = assembly.init_params(ready.config, ready.agent)
+  wanted, _ = lora.split(learn(None, start, None, None))
+  jax.tree.map(
+      np.testing.assert_array_equal, lora.split(ready.reference)[0], wanted)
+
+
+def test_a_warm_start_of_the_same_model_is_taken_up(
+    model, monkeypatch, tmp_path):
+  config = dead_run(model, tmp_path, monkeypatch)
+  monkeypatch.setattr(warm_start, 'train', die)  # Is not called again.
+  set_up(config, resume=True)
+
+
+_ON_HOST = '''
+import sys
+import jax
+import run_language_model_test as tests
+host, *_, other = jax.devices()
+jax.config.update('jax_default_device', other)  # As an accelerator would be.
+loaded, placed = [], lambda x: {d for leaf in jax.tree.leaves(x)
+                                for d in leaf.devices()}
+make = tests.assembly.init_params
+tests.assembly.init_params = lambda *args: loaded.append(make(*args)) or (
+    loaded[-1])
+tests.warm_start._FITTED_GAMES = 8
+sizes = dict(warm_start_updates=1, warm_start_batch=1, max_turns=20,
+             max_action_tokens=64, max_rows=4)
+model, folder = sys.argv[1], tests.pathlib.Path(sys.argv[2])
+run = lambda name, **more: tests.set_up(
+    tests.config_of(model, folder / name, **sizes, **more))
+alone, meshed = run('alone'), run(
+    'meshed', mesh='data:2,model:1', cache_dir=str(folder / 'second'))
+assert placed(loaded[0]) == placed(alone.reference) == {other}
+assert placed(loaded[1]) == {host}
+assert placed(meshed.reference) == set(jax.devices()[:2])
+jax.tree.map(tests.np.testing.assert_array_equal,
+             alone.reference, meshed.reference)
+'''
+
+
+@pytest.mark.slow
+def test_what_is_to_go_on_a_mesh_is_loaded_on_the_host(model, tmp_path):
+  paths = os.pathsep.join([str(_TESTS.parent), str(_TESTS)])
+  done = subprocess.run(
+      [sys.executable, '-c', _ON_HOST, str(model), str(tmp_path)], check=False,
+      capture_output=True, text=True, env={
+          **os.environ, 'PYTHONPATH': paths, 'JAX_PLATFORMS': 'cpu',
+          'XLA_FLAGS': '--xla_force_host_platform_device_count=4'})
+  assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_a_small_policy_is_not_exported(tmp_path):

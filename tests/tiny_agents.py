@@ -192,6 +192,14 @@ def random_trees(seed: int, num_trees=3, num_nodes=9, vocab_size=64,
   return trees.stack(builders)
 
 
+def allowed_sets(tree: trees.Tree) -> np.ndarray:
+  """[B, N, T, W]: the sets of a tree, and all tokens where it has none."""
+  num_sets, num_words = tree.allowed.shape[2:]
+  sets = np.full((*tree.tokens.shape, num_words), 0xFFFFFFFF, np.uint32)
+  sets[:, :, :num_sets] = tree.allowed
+  return sets
+
+
 def random_credit(tree: trees.Tree, seed: int) -> types.Credit:
   rng = np.random.default_rng(seed)
   mask = np.asarray(tree.action_mask)

@@ -209,16 +209,39 @@ def test_stack_buckets_and_pads():
     tree_lib.stack([])
 
 
-def test_allowed_is_kept_and_padded_with_all_tokens():
-  builder = tree_lib.TreeBuilder()
+def test_allowed_is_kept_for_actions_and_padded_with_all_tokens():
+  """Those of a vocabulary are large, and what is observed was never drawn."""
+  everything, builder = 0xFFFFFFFF, tree_lib.TreeBuilder()
   builder.add(-1, [1, 2], allowed=[[1, 0], [2, 5]])
-  builder.add(0, [3])
-  tree = tree_lib.stack([builder], num_nodes=2, num_tokens=3)
+  for num_sets, fields in (
+      (2, dict(action_mask=[True, True, False, False],
+               allowed=[[8, 0], [16, 1], [7, 7], [9, 9]])),
+      (3, dict(action_mask=[False, False, True, False]))):
+    builder.add(len(builder) - 1, [3, 4, 5, 6],
+                behaviour_log_probs=[-1, -1, -1, -1], **fields)
+    tree = tree_lib.stack([builder], num_nodes=4, num_tokens=8)
+    tree.validate()
+    assert tree.allowed.shape == (1, 4, num_sets, 2)
+    np.testing.assert_array_equal(tree.allowed[0, 1, :2], [[8, 0], [16, 1]])
+    assert (tree.allowed[0, 2:] == everything).all()
+  mask = tree.action_mask.copy()
+  mask[0, 1, 3] = True
+  with pytest.raises(ValueError, match='no action beyond the 3 tokens'):
+    tree.replace(action_mask=mask).validate()
+
+
+def test_sets_of_allowed_tokens_survive_a_split():
+  builder = tree_lib.TreeBuilder()
+  builder.add(-1, [1])
+  node = builder.add(0, [3, 4, 5, 6], action_mask=[True, True, True, False],
+                     behaviour_log_probs=[-1, -1, -1, 0],
+                     allowed=[[8], [16], [32], [0]])
+  head = builder.split(node, 2)
+  tree = tree_lib.stack([builder])
   tree.validate()
-  np.testing.assert_array_equal(tree.allowed[0, 0, :2], [[1, 0], [2, 5]])
-  everything = 0xFFFFFFFF
-  assert (tree.allowed[0, 0, 2:] == everything).all()
-  assert (tree.allowed[0, 1] == everything).all()
+  sets = tree.allowed[0, :, :, 0]
+  assert sets[builder.index(head), :2].tolist() == [8, 16]
+  assert sets[builder.index(node), 0] == 32
 
 
 def _broken(name, index, value):

@@ -1,16 +1,22 @@
 """Demonstrations, imitation of them, and what is kept of it."""
 
+import dataclasses
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_agents as tiny
+import tiny_runs
 
 from bpo_jax import checkpoint
 from bpo_jax import learner
 from bpo_jax import packing
 from bpo_jax import sampling
+from experiments import assembly
 from experiments import configs
+from experiments import train
 from experiments import warm_start
 
 NUM_TASKS = 4
@@ -69,7 +75,7 @@ def test_demonstrations_are_won_episodes_token_for_token(
 
 def test_what_is_imitated_could_have_been_drawn(agent, demonstrations):
   tasks, tree = demonstrations
-  allowed = np.asarray(sampling.unpack_bits(tree.allowed))
+  allowed = np.asarray(sampling.unpack_bits(tiny.allowed_sets(tree)))
   taken = np.take_along_axis(allowed, tree.tokens[..., None], axis=-1)[..., 0]
   assert taken[tree.action_mask].all()
   environment, codec = agent.environment, agent.batched.codec
@@ -85,6 +91,21 @@ def test_what_is_imitated_could_have_been_drawn(agent, demonstrations):
         assert set(np.flatnonzero(allowed[b, node, i])) == expected
       command = codec.decode(timestep.available, tokens)
       state, timestep = environment.step(state, command)
+
+
+def test_a_free_action_is_ended_by_token_zero(agent, expert):
+  free = tiny.household(
+      max_turns=40, constrained=False, max_action_tokens=4)
+  tasks = agent.environment.tasks('train')[:2]
+  tree, expected = (demonstrate(a, expert, tasks) for a in (free, agent))
+  tree.validate()
+  free.close()
+  assert tree.allowed is None and len(tree.parents) == len(expected.parents)
+  for b in range(len(tree.parents)):
+    for node in range(1, tree.node_mask[b].sum()):
+      got, words = (
+          t.tokens[b, node][t.action_mask[b, node]] for t in (tree, expected))
+      assert got.tolist() == [*words, 0]
 
 
 def test_games_that_take_too_long_are_left_out(agent, expert):
@@ -148,6 +169,49 @@ def test_a_warm_start_is_a_function_of_its_config(
   monkeypatch.setattr(warm_start, 'train', None)  # Is not called again.
   for folder in ('one', 'two'):
     jax.tree.map(np.testing.assert_array_equal, load(folder), loaded)
+
+
+def test_a_warm_start_of_another_run_is_made_anew(
+    agent, monkeypatch, tmp_path):
+  monkeypatch.setattr(
+      warm_start, 'train',
+      lambda agent, params, config, report: jax.tree.map(
+          lambda x: x + config.seed, params))
+  start = tiny.params_of(agent.model)
+
+  def load(seed):
+    chosen = config(seed=seed, cache_dir=str(tmp_path / 'shared'))
+    params = warm_start.load(chosen, agent, tmp_path / 'run', start, {})
+    return float((params['final_norm']['scale']
+                  - start['final_norm']['scale']).mean().round(2))
+
+  assert [load(seed) for seed in (1, 2, 2, 1)] == [1, 2, 2, 1]
+  # From a checkpoint on it is what the run began with, whoever goes on.
+  checkpoint.save(tmp_path / 'run' / 'checkpoints', 1, start)
+  assert load(2) == 1
+
+
+@pytest.mark.parametrize('says_whose', [True, False])
+def test_a_run_in_the_folder_of_a_dead_one_begins_anew(
+    says_whose, tmp_path, monkeypatch):
+  def die(*_):
+    raise RuntimeError('killed')
+
+  first = tiny_runs.config(tmp_path, seed=1)
+  with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+    patch.setattr(assembly, 'init_state', die)
+    train.set_up(first)
+  folder = tmp_path / 'run' / warm_start.FOLDER
+  assert checkpoint.latest_step(folder) == 0
+  if not says_whose:  # As versions before this one kept it.
+    shutil.rmtree(folder)
+    agent = assembly.make_agent(first)
+    checkpoint.save(folder, 0, assembly.init_params(first, agent))
+    agent.close()
+  ready = train.set_up(dataclasses.replace(first, seed=2))
+  ready.agent.close()
+  wanted = assembly.init_params(ready.config, ready.agent)
+  assert tiny_runs.bits(ready.reference) == tiny_runs.bits(wanted)
 
 
 def test_the_fingerprint_tells_what_a_warm_start_depends_on(agent):

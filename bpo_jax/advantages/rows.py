@@ -91,14 +91,6 @@ def mean_of_children(tree: tree_lib.Tree, values: chex.Array) -> types.Array:
   return masked.divide(total, tree_lib.num_children(tree))
 
 
-def mean_below(tree: tree_lib.Tree, values: chex.Array, leaf: chex.Array
-               ) -> types.Array:
-  """Returns the mean over the given leaves at or below a node, [B, N]."""
-  total = walks.sum_below(masked.fill(values, leaf), tree.parents)
-  count = walks.sum_below(leaf.astype(jnp.float32), tree.parents)
-  return masked.divide(total, count)
-
-
 def length(tree: tree_lib.Tree) -> types.Array:
   """Returns the number of action tokens of a node's row, [B, N] int32."""
   actions = jnp.sum(tree.action_mask, axis=-1, dtype=jnp.int32)
