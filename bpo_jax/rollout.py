@@ -217,9 +217,7 @@ class Grower:
           f'expected at least one task and one backbone, got {len(tasks)} and'
           f' {num_backbones}'
       )
-    num_rows = self.num_rows(len(tasks))
-    with memory.explained_episodes(lambda: num_rows, len(tasks)):
-      growth = _Growth(self, params, tasks, rng_key, greedy)
+    growth = _Growth(self, params, tasks, rng_key, greedy)
     with contextlib.closing(growth), memory.explained_episodes(
         lambda: growth.num_rows, len(tasks)):
       growth.lay_backbones(num_backbones, is_last=not branch)
@@ -242,7 +240,6 @@ class _Growth:
   def __init__(self, grower: Grower, params, tasks, rng_key, greedy: bool):
     self._grower = grower
     self._params = params
-    self._prepared = _prepare(grower.model_config, grower.mesh, params)
     self._tasks = tasks
     self._greedy = greedy
     self._task_keys = jax.vmap(jax.random.fold_in, (None, 0))(
@@ -275,8 +272,9 @@ class _Growth:
 
   def lay_backbones(self, num_backbones: int, is_last: bool) -> None:
     """Reads each prompt once and runs the first trajectories from it."""
-    num_tasks = len(self._tasks)
-    environment = self._grower.environment
+    num_tasks, environment = len(self._tasks), self._grower.environment
+    self._prepared = _prepare(
+        self._grower.model_config, self._grower.mesh, self._params)
     first, prompts = environment.reset(self._tasks, [0] * num_tasks)
     self._handles.extend(first.handles.tolist())
     # A prompt's cache row is that of leaf -1 - tree: of no episode.

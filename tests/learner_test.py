@@ -499,20 +499,6 @@ def test_reducers_of_sequences_want_paths(reducer):
   update(fresh(), learner.make_batches(tree, credit, 256, layout='paths'), 1.0)
 
 
-@pytest.mark.parametrize('objective', objectives.OF_SEQUENCES)
-def test_objectives_of_sequences_want_paths(objective):
-  loss = learner.make_policy_loss(
-      learner.LossConfig(), functools.partial(objective, clip_epsilon_low=0.1))
-  assert loss.layout == 'paths'
-  tree = tiny.random_trees(5)
-  update = learner.make_update_fn(
-      tiny.model(), learner.make_optimizer(learner.OptimizerConfig()), loss)
-  batches = learner.make_batches(tree, tiny.random_credit(tree, 5), 256)
-  with pytest.raises(ValueError, match="sequences: .*layout='paths'"):
-    update(fresh(), batches, 1.0)
-  assert learner.make_policy_loss(learner.LossConfig()).layout == 'trees'
-
-
 @pytest.mark.parametrize('name', [
     'advantages', 'weights', 'value_targets', 'old_values'])
 @pytest.mark.parametrize('junk', [np.nan, np.inf])

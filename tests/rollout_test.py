@@ -437,16 +437,16 @@ def test_an_end_by_the_branch_policy_leaves_no_state(corridor, error):
 
 
 @pytest.mark.filterwarnings('ignore:Explicitly requested dtype')
+@pytest.mark.parametrize('part', ['act', '_prepare'])
 def test_want_of_memory_says_what_to_change_and_leaves_no_state(
-    corridor, monkeypatch):
+    corridor, monkeypatch, part):
   grower, params = corridor
 
-  def greedy(prepared, rows):
-    del prepared
-    much = jnp.broadcast_to(jnp.sum(rows.turns), (1 << 44,))
-    return rows, jax.jit(jnp.sort)(much)
+  def greedy(*args):
+    much = jnp.broadcast_to(jnp.float32(len(args)), (1 << 44,))
+    return jax.jit(jnp.sort)(much)
 
-  monkeypatch.setattr(grower, 'act', greedy)
+  monkeypatch.setattr(grower if part == 'act' else rollout, part, greedy)
   with pytest.raises(MemoryError, match='episodes at once.*max_rows='):
     grower.grow(params, ['train/1', 'train/2'], jax.random.key(0))
   assert held(grower) == (0, 0)

@@ -1,0 +1,27 @@
+"""Which losses train whole trees, and which one path a row."""
+
+import functools
+
+import jax
+import pytest
+import tiny_agents as tiny
+
+from bpo_jax import learner
+from bpo_jax import objectives
+
+
+@pytest.mark.parametrize('objective', objectives.OF_SEQUENCES)
+def test_objectives_of_sequences_want_paths(objective):
+  loss = learner.make_policy_loss(
+      learner.LossConfig(), functools.partial(objective, clip_epsilon_low=0.1))
+  assert loss.layout == 'paths'
+  tree = tiny.random_trees(5)
+  model, optimizer = tiny.model(), learner.make_optimizer(
+      learner.OptimizerConfig())
+  state = learner.init_state(
+      tiny.params_of(model), optimizer, jax.random.key(0))
+  update = learner.make_update_fn(model, optimizer, loss)
+  batches = learner.make_batches(tree, tiny.random_credit(tree, 5), 256)
+  with pytest.raises(ValueError, match="sequences: .*layout='paths'"):
+    update(state, batches, 1.0)
+  assert learner.make_policy_loss(learner.LossConfig()).layout == 'trees'
