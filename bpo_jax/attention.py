@@ -136,7 +136,13 @@ def attend(
     ValueError: if shapes do not agree, or an implementation that needs a table
       of blocks has none, or one that does not fit.
   """
+  checks.one_of('implementation', implementation, Implementation)
+  _check_shapes(queries, keys, values, ancestors)
   if mesh is not None:
+    if keys.shape[1] % mesh.shape['model']:
+      raise ValueError(
+          'keys: expected as many heads as a multiple of the'
+          f' {mesh.shape["model"]} parts of the mesh, got {keys.shape[1]}')
     rows = None if len(queries) % mesh.shape['data'] else 'data'
     heads = jax.P(rows, 'model')
     return jax.shard_map(
@@ -146,8 +152,6 @@ def attend(
         out_specs=heads,
         check_vma=False,  # Kernels do not say along which axes they vary.
     )(queries, keys, values, ancestors)
-  checks.one_of('implementation', implementation, Implementation)
-  _check_shapes(queries, keys, values, ancestors)
   platform = jax.default_backend()
   if implementation == 'auto':
     kernel = 'pallas' if platform in ('gpu', 'tpu') else 'blocks'

@@ -228,6 +228,7 @@ def weighted_log_likelihood(
 def make_policy_loss(
     config: LossConfig,
     objective: Callable[..., jax.Array] | None = None,
+    by_token: bool | None = None,
 ) -> Loss:
   """Returns the surrogate with its KL, entropy and value terms.
 
@@ -236,6 +237,9 @@ def make_policy_loss(
     objective: `(log_probs, behaviour_log_probs, advantages, mask=mask)` to what
       is to be maximised at each token, where the mask has all action tokens of
       a row's path; None for the surrogate clipped as in `config`.
+    by_token: whether what the objective says of a token depends on that token
+      alone, so that rows may hold whole trees; None for what is known, of the
+      clipped surrogate that it does and of any other that it may not.
   """
   clip = {
       'clip_epsilon_low': config.clip_epsilon_low,
@@ -268,7 +272,8 @@ def make_policy_loss(
       )
     return losses, metrics
 
-  by_token = options.unwrap(objective) not in objectives.OF_SEQUENCES
+  if by_token is None:
+    by_token = options.unwrap(objective) is objectives.clipped_surrogate
   return Loss(terms, config.reducer, config.sequence_norm, by_token)
 
 

@@ -180,10 +180,6 @@ def future_kl_surrogate(
   return masked.fill(surrogate, mask)
 
 
-# Surrogates whose terms look at the whole row, which must be one sequence.
-OF_SEQUENCES = (sequence_ratio_surrogate, future_kl_surrogate)
-
-
 def kl(log_probs: chex.Array, reference_log_probs: chex.Array,
        estimator: KlEstimator = 'k2', mask: chex.Array | None = None
        ) -> types.Array:

@@ -200,8 +200,12 @@ class _Node:
     names = ('tokens', 'action_mask', 'behaviour_log_probs', 'entropies',
              'allowed')
     fields = {name: getattr(self, name) for name in names}
-    return {name: None if field is None else field[start:stop].copy()
-            for name, field in fields.items()}
+    fields = {name: None if field is None else field[start:stop].copy()
+              for name, field in fields.items()}
+    if self.allowed is not None:  # A part may end with no action.
+      num_sets = tree_checks.num_sets(fields['action_mask'])
+      fields['allowed'] = fields['allowed'][:num_sets]
+    return fields
 
 
 class TreeBuilder:

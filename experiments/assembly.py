@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import logging as python_logging
 import os
 import pathlib
 from typing import Any
@@ -128,6 +129,13 @@ def cache_dir(config: Any) -> pathlib.Path:
     return pathlib.Path(config.cache_dir)
   home = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
   return pathlib.Path(home) / 'bpo_jax'
+
+
+def begin_logging() -> None:
+  """Tells how far a program is, but not which devices JAX did not find."""
+  logging.set_verbosity(logging.INFO)
+  python_logging.getLogger('jax._src.xla_bridge').setLevel(
+      python_logging.WARNING)
 
 
 def use_compilation_cache(config: Any) -> None:

@@ -3,7 +3,7 @@
 Of the whole split there is a 95% interval, over its games.
 
   python -m experiments.evaluate --workdir=runs/NAME
-  python -m experiments.evaluate --workdir=runs/NAME --split=valid_seen \
+  python -m experiments.evaluate --workdir=runs/NAME --split=valid_seen \\
       --passes=5 --out=scores.json
 
 Plays every task with the likeliest tokens, and `--passes` times with tokens
@@ -16,7 +16,6 @@ import pathlib
 from typing import Any
 
 from absl import flags
-from absl import logging
 import jax
 
 from bpo_jax import checkpoint
@@ -31,9 +30,7 @@ from experiments import warm_start
 _EVALUATION = 2**31 - 2
 
 
-def run_config(
-    config: configs.EvaluateConfig | configs.ExportConfig
-) -> configs.TrainConfig:
+def run_config(config: configs.RunConfig) -> configs.TrainConfig:
   """Returns the config that a run was trained with, its files as given now.
 
   On one device, whatever mesh it was trained on.
@@ -49,7 +46,7 @@ def run_config(
 
 
 def load_policy(
-    config: configs.EvaluateConfig | configs.ExportConfig,
+    config: configs.RunConfig,
     training: configs.TrainConfig,
     agent: assembly.Agent,
 ) -> tuple[int, dict]:
@@ -60,10 +57,15 @@ def load_policy(
     ValueError: if it is corrupted, or of another model size.
   """
   workdir = pathlib.Path(config.workdir)
+  has_update = checkpoint.latest_step(workdir / 'checkpoints') is not None
+  if not config.warm_start and not has_update:
+    raise FileNotFoundError(
+        f'{workdir} has no checkpoint yet; --warm_start takes the policy that'
+        ' training began with')
   params = assembly.init_params(training, agent)
   origin = assembly.origin_of(agent, params)
   if config.warm_start:
-    if checkpoint.latest_step(workdir / 'checkpoints') is not None:
+    if has_update:
       assembly.check_origin(workdir, agent, origin)
     return 0, warm_start.restore(training, agent, workdir, params, origin)
   target = assembly.init_state(training, agent, params)
@@ -144,7 +146,7 @@ def evaluate(config: configs.EvaluateConfig) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  logging.set_verbosity(logging.INFO)
+  assembly.begin_logging()
   config = config_flags.read(configs.EvaluateConfig)
   try:
     evaluate(config)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import pathlib
 
 from absl import flags
-from absl import logging
 
 from bpo_jax.models import directories
 from bpo_jax.models import hugging_face
@@ -59,7 +58,7 @@ def export(config: configs.ExportConfig) -> int:
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  logging.set_verbosity(logging.INFO)
+  assembly.begin_logging()
   config = config_flags.read(configs.ExportConfig)
   try:
     export(config)

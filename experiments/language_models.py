@@ -146,6 +146,12 @@ def _open(
   network = dataclasses.replace(
       hugging_face.read_config(directory), lora=config.lora,
       remat=config.remat, dtype=config.dtype)
+  if config.constrained and network.vocab_size % 32:
+    raise ValueError(
+        f'{directory / "config.json"}: vocab_size: expected a multiple of 32'
+        ' where actions are drawn among the admissible ones, whose sets are'
+        f' words of 32 bits, got {network.vocab_size}; pass'
+        ' --constrained=false, or pad the embedding')
   tokenizer = tokenizers.load(directory)
   tokenizers.check_fits(tokenizer, network.vocab_size)
   template = chat.load_template(directory)

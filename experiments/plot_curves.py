@@ -65,6 +65,10 @@ def read_curve(workdir: str, window: int) -> Curve:
     ValueError: if a file of it is damaged; names the file.
   """
   folder = pathlib.Path(workdir)
+  if not (folder / 'result.json').is_file():
+    raise FileNotFoundError(
+        f'{folder / "result.json"} is missing: expected a finished run; go on'
+        ' with it by experiments.train --resume')
   result = _read_result(folder / 'result.json')
   steps, success = _read_columns(folder / 'metrics.csv')
   starts = range(0, len(steps), window)

@@ -53,6 +53,7 @@ _THRESHOLD_DECAY = 0.9  # Of the running quantile of entropies, per update.
 # Keys are folded in: tasks from 0 up, stages of branching from here down.
 _PLAN = 2**31 - 2
 _EVALUATION = 2**31 - 1
+_INTERRUPTED = 130  # Exit status, as shells have it.
 _TASKS_LOOKED_AT = 8  # For how long their episodes may be.
 
 
@@ -107,6 +108,7 @@ def set_up(config: configs.TrainConfig) -> Run:
   eval_types = scoring.task_types(agent.environment, eval_tasks)
   check_lengths(config, agent, train_tasks)
   workdir = make_workdir(config)
+  logging.info('Everything goes to %s', workdir)
   is_new = checkpoint.latest_step(workdir / 'checkpoints') is None
   params = assembly.init_params(config, alone)
   origin = assembly.origin_of(alone, params)
@@ -559,7 +561,7 @@ def first_score(run: Run) -> scoring.Score:
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  logging.set_verbosity(logging.INFO)
+  assembly.begin_logging()
   config = config_flags.read(configs.TrainConfig)
   assembly.use_compilation_cache(config)
   try:
@@ -571,6 +573,10 @@ def main(argv: Sequence[str]) -> None:
   except (FloatingPointError, MemoryError, OSError, ValueError) as error:
     logging.debug('Where it happened:', exc_info=True)  # With --verbosity=1.
     sys.exit(f'error: {error}')
+  except KeyboardInterrupt:
+    print(f'\nStopped after update {int(run.state.update)}; the same flags with'
+          f' --workdir={run.workdir} --resume go on.', file=sys.stderr)
+    sys.exit(_INTERRUPTED)
   finally:
     run.agent.close()
 

@@ -297,6 +297,8 @@ def _drop_stale(workdir: pathlib.Path, name: str) -> None:
   kept = _kept_facts(workdir)
   has_begun = checkpoint.latest_step(workdir / 'checkpoints') is not None
   if kept is not None and kept.get('fingerprint') != name and not has_begun:
+    logging.warning('The warm start in %s is of another config: it is made'
+                    ' anew.', workdir)
     shutil.rmtree(workdir / FOLDER)
 
 
@@ -354,7 +356,10 @@ def fingerprint(
     origin: Mapping[str, str],
 ) -> str:
   """Returns a name for all that a warm start depends on."""
-  names = [field.name for field in dataclasses.fields(configs.AgentConfig)]
+  # Where a model lies is no matter: its origin says which it is. Nor is what
+  # its backward pass computes again.
+  names = [field.name for field in dataclasses.fields(configs.AgentConfig)
+           if field.name not in ('model', 'remat')]
   names += [n for n in dir(config) if n.startswith('warm_start_')]
   facts = {name: getattr(config, name) for name in (*names, 'seed')}
   facts |= origin

@@ -394,6 +394,12 @@ def test_selection_slope_equals_the_oracle(unit, offset):
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_the_slope_of_sipo_is_one_number():
+  tree = builders.chains([[1.0], [0.0]])
+  with pytest.raises(ValueError, match=r'a2: expected shape \(\), got \(2,'):
+    advantages.sipo(tree, a2=np.zeros((2, 3), np.float32))
+
+
 def test_sipo_needs_a_slope():
   with pytest.raises(ValueError, match='sipo needs a2: .*slope.*got None'):
     advantages.sipo(builders.random_trees(0))

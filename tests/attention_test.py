@@ -422,6 +422,12 @@ def test_bad_input(changes, message):
     attention.attend(**_bad(**changes))
 
 
+def test_heads_that_a_mesh_does_not_part_are_told():
+  mesh = jax.sharding.AbstractMesh((1, 16), ('data', 'model'))
+  with pytest.raises(ValueError, match='keys: .* multiple of the 16 parts'):
+    attention.attend(**_bad(), mesh=mesh)
+
+
 def test_auto_takes_the_table_where_there_is_one(monkeypatch):
   given = _bad()
   given['implementation'] = 'auto'

@@ -10,7 +10,13 @@ from bpo_jax import learner
 from bpo_jax import objectives
 
 
-@pytest.mark.parametrize('objective', objectives.OF_SEQUENCES)
+def _wrapped(*args, **kwargs):
+  return objectives.sequence_ratio_surrogate(*args, **kwargs)
+
+
+@pytest.mark.parametrize('objective', [
+    objectives.sequence_ratio_surrogate, objectives.future_kl_surrogate,
+    _wrapped])
 def test_objectives_of_sequences_want_paths(objective):
   loss = learner.make_policy_loss(
       learner.LossConfig(), functools.partial(objective, clip_epsilon_low=0.1))
@@ -24,4 +30,14 @@ def test_objectives_of_sequences_want_paths(objective):
   batches = learner.make_batches(tree, tiny.random_credit(tree, 5), 256)
   with pytest.raises(ValueError, match="sequences: .*layout='paths'"):
     update(state, batches, 1.0)
-  assert learner.make_policy_loss(learner.LossConfig()).layout == 'trees'
+
+
+def test_objectives_of_tokens_train_whole_trees():
+  config = learner.LossConfig()
+  assert learner.make_policy_loss(config).layout == 'trees'
+  clipped = functools.partial(
+      objectives.clipped_surrogate, clip_epsilon_high=0.3)
+  assert learner.make_policy_loss(config, clipped).layout == 'trees'
+  own = lambda log_probs, behaviour, advantages, mask: log_probs * advantages
+  assert learner.make_policy_loss(config, own).layout == 'paths'
+  assert learner.make_policy_loss(config, own, True).layout == 'trees'

@@ -197,7 +197,9 @@ class Branpo:
 
   def rejected(self, member):
     if member.parent.heir is member:
-      return any(self.verdict(x) > 0 for x in member.siblings)
+      at_root = member.parent.parent is None  # Of other first rollouts, too.
+      return any(self.verdict(x) > 0 for x in member.siblings
+                 if x.birth or not at_root)
     return self.verdict(member) < 0
 
   def credit(self, node, token):

@@ -116,7 +116,7 @@ def test_what_is_wrong_is_one_line(tmp_path, capsys):
     assert words in _refused(capsys, *arguments)
   shutil.rmtree(workdir / 'checkpoints' / '3')
   shutil.rmtree(workdir / 'checkpoints' / '4')
-  assert 'no checkpoint in' in _refused(capsys, run)
+  assert 'no checkpoint yet; --warm_start' in _refused(capsys, run)
 
 
 def test_a_checkpoint_of_another_size_is_refused(tmp_path, capsys):

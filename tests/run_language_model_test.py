@@ -405,6 +405,19 @@ def test_a_warm_start_of_the_same_model_is_taken_up(
   config = dead_run(model, tmp_path, monkeypatch)
   monkeypatch.setattr(warm_start, 'train', die)  # Is not called again.
   set_up(config, resume=True)
+  moved = shutil.copytree(model, tmp_path / 'moved')
+  set_up(config, resume=True, model=f'{moved}/', remat='none')
+
+
+def test_a_vocabulary_that_is_no_whole_words_is_refused(tmp_path):
+  odd = dataclasses.replace(CONFIG, vocab_size=321)
+  directory = write_model(tmp_path / 'odd', config=odd)
+  with pytest.raises(ValueError, match=(
+      'odd/config.json: vocab_size: expected a multiple of 32.*got 321'
+      '.*--constrained=false')):
+    set_up(config_of(directory, tmp_path))
+  assert not (tmp_path / 'run').exists()
+  set_up(config_of(directory, tmp_path, constrained=False))
 
 
 _ON_HOST = '''

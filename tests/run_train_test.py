@@ -150,6 +150,17 @@ def test_the_binary_from_first_to_last(tmp_path, capsys):
   assert again['updates'] == 2 and again['before'] == result['before']
 
 
+def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+  def interrupt(run):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(train, 'run_training', interrupt)
+  config = tiny_runs.config(tmp_path)
+  assert _call(*tiny_runs.arguments(config)) == 130
+  error = capsys.readouterr().err
+  assert error.endswith(f'--workdir={config.workdir} --resume go on.\n')
+
+
 @pytest.mark.parametrize('arguments, words', [
     (['--learning_rte=1'], ['Did you mean learning_rate']),
     (['--updates=many'], ['updates', 'expected int', "'many'"]),

@@ -230,6 +230,17 @@ def test_allowed_is_kept_for_actions_and_padded_with_all_tokens():
     tree.replace(action_mask=mask).validate()
 
 
+def test_a_part_without_an_action_has_no_sets_that_others_lack():
+  builder = tree_lib.TreeBuilder()
+  root = builder.add(-1, [1])
+  node = builder.add(root, [1, 2, 3], action_mask=[False, False, True],
+                     behaviour_log_probs=[0, 0, -1], allowed=[[2], [4], [8]])
+  builder.split(node, 2)
+  tree = tree_lib.stack([builder])
+  tree.validate()
+  assert tree.allowed[0, builder.index(node), 0] == 8
+
+
 def test_sets_of_allowed_tokens_survive_a_split():
   builder = tree_lib.TreeBuilder()
   builder.add(-1, [1])

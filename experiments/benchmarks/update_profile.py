@@ -1,7 +1,7 @@
 """Where the seconds of a training update go.
 
   python -m experiments.benchmarks.update_profile
-  python -m experiments.benchmarks.update_profile --algorithm=bpo_rb \
+  python -m experiments.benchmarks.update_profile --algorithm=bpo_rb \\
       --env=alfworld --data=DIR --profiled_updates=20 --out=profile.json
 
 Takes the flags of experiments.train. After a few updates that compile what is
