@@ -188,8 +188,8 @@ def sipo(tree: tree_lib.Tree, *, a2: chex.Array | float | None = None,
   """
   checks.given('a2', a2, 'sipo', 'the slope that selection_slope found in the '
                'batch before, 0.0 to correct nothing')
-  checks.shape('a2', jnp.asarray(a2), ())
   checks.between('a2', a2, -math.inf)
+  checks.shape('a2', jnp.asarray(a2), ())
   checks.between('w', w, -math.inf)
   values = returns.centred_values(tree, node_values)
   selected = common.is_incumbent(tree) & tree_lib.is_first_child(tree)
