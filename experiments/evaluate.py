@@ -145,6 +145,7 @@ def evaluate(config: configs.EvaluateConfig) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> None:
+  """Scores a run; what is wrong with it is one line."""
   del argv
   assembly.begin_logging()
   config = config_flags.read(configs.EvaluateConfig)

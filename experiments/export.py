@@ -57,6 +57,7 @@ def export(config: configs.ExportConfig) -> int:
 
 
 def main(argv: Sequence[str]) -> None:
+  """Writes a model out; what is wrong with it is one line."""
   del argv
   assembly.begin_logging()
   config = config_flags.read(configs.ExportConfig)

@@ -158,6 +158,7 @@ def draw(curves: Sequence[Curve], path: str) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+  """Draws the curves of runs and prints their table."""
   del argv
   config = config_flags.read(PlotConfig)
   try:

@@ -560,6 +560,7 @@ def first_score(run: Run) -> scoring.Score:
 
 
 def main(argv: Sequence[str]) -> None:
+  """Trains; what ends a run early is one line, and how to go on."""
   del argv
   assembly.begin_logging()
   config = config_flags.read(configs.TrainConfig)

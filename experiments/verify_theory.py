@@ -503,6 +503,7 @@ def run(config: TheoryConfig) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
+  """Checks every claim; exits with 1 where one fails."""
   del argv
   config = config_flags.read(TheoryConfig)
   try:
