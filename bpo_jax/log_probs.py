@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from bpo_jax import attention
 from bpo_jax import checks
 from bpo_jax import sampling
+from bpo_jax import types
 
-_WORD = 32  # Tokens of the vocabulary that share a word of an allowed set.
 _MAX_WIDTH = 1280  # Tokens of the vocabulary in a tile.
 _MIN_WIDTH = 64  # Narrower products are slow.
 _TILE_BYTES = 2**24
@@ -112,12 +112,12 @@ def _check(hidden, unembedding, tokens, allowed, temperature, chunk):
     raise ValueError('unembedding: expected a token at least, got none')
   checks.shape('tokens', tokens, hidden.shape[:-1])
   if allowed is not None:
-    if vocab_size % _WORD:
+    if vocab_size % types.WORD:
       raise ValueError(
-          f'unembedding: expected a multiple of {_WORD} rows where allowed is'
-          f' given, got {vocab_size}'
+          f'unembedding: expected a multiple of {types.WORD} rows where allowed'
+          f' is given, got {vocab_size}'
       )
-    checks.shape('allowed', allowed, (*tokens.shape, vocab_size // _WORD))
+    checks.shape('allowed', allowed, (*tokens.shape, vocab_size // types.WORD))
   if not temperature > 0:
     raise ValueError(
         f'temperature: expected a positive number, got {temperature}'
@@ -139,7 +139,7 @@ class _Tiles(NamedTuple):
   vocab_size: int
   count: int
   num_words: int
-  word: int = _WORD
+  word: int = types.WORD
 
   @classmethod
   def of(cls, vocab_size: int) -> '_Tiles':
@@ -148,13 +148,13 @@ class _Tiles(NamedTuple):
     Where none of _MIN_WIDTH does, those that pad it least.
     """
     if vocab_size <= _MAX_WIDTH:
-      return cls(vocab_size, 1, 1, vocab_size) if vocab_size % _WORD else cls(
-          vocab_size, 1, vocab_size // _WORD)
-    total = -(-vocab_size // _WORD)
-    most = _MAX_WIDTH // _WORD
-    if vocab_size % _WORD == 0:
+      return cls(vocab_size, 1, 1, vocab_size) if vocab_size % types.WORD else cls(
+          vocab_size, 1, vocab_size // types.WORD)
+    total = -(-vocab_size // types.WORD)
+    most = _MAX_WIDTH // types.WORD
+    if vocab_size % types.WORD == 0:
       for num_words in range(most, 0, -1):
-        if total % num_words == 0 and num_words * _WORD >= _MIN_WIDTH:
+        if total % num_words == 0 and num_words * types.WORD >= _MIN_WIDTH:
           return cls(vocab_size, total // num_words, num_words)
     count = -(-total // most)
     return cls(vocab_size, count, -(-total // count))
@@ -197,7 +197,7 @@ class _Tiles(NamedTuple):
       return self._is_token_at(i) if self.padding else None
     if self.padding:
       before = [(0, 0)] * (words.ndim - 1)
-      words = jnp.pad(words, (*before, (0, self.padding // _WORD)))
+      words = jnp.pad(words, (*before, (0, self.padding // types.WORD)))
     x = words.reshape(*words.shape[:-1], self.num_words, self.count)
     return sampling.unpack_bits(
         jax.lax.dynamic_index_in_dim(x, i, x.ndim - 1, keepdims=False)

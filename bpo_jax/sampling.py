@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from bpo_jax import attention
 from bpo_jax import checks
 from bpo_jax import sharding
+from bpo_jax import types
 from bpo_jax.models import transformer
 
 _BLOCK = 1024  # Tokens of a vocabulary that are summed up flat.
@@ -107,21 +108,20 @@ def pack_bits(allowed: jax.Array) -> jax.Array:
   Raises:
     ValueError: if V is not a multiple of 32.
   """
-  if allowed.shape[-1] % 32:
+  if allowed.shape[-1] % types.WORD:
     raise ValueError(
-        'expected a vocabulary of a multiple of 32 tokens where actions are'
-        f' constrained, got {allowed.shape[-1]}; pad it with tokens that are'
+        f'expected a vocabulary of a multiple of {types.WORD} tokens where'
+        f' actions are constrained, got {allowed.shape[-1]}; pad it with tokens that are'
         ' never used, or draw unconstrained'
     )
-  words = allowed.reshape(*allowed.shape[:-1], -1, 32).astype(jnp.uint32)
-  return jnp.sum(words << jnp.arange(32, dtype=jnp.uint32), axis=-1).astype(
-      jnp.uint32
-  )
+  words = allowed.reshape(*allowed.shape[:-1], -1, types.WORD)
+  bits = words.astype(jnp.uint32) << jnp.arange(types.WORD, dtype=jnp.uint32)
+  return jnp.sum(bits, axis=-1).astype(jnp.uint32)
 
 
 def unpack_bits(words: jax.Array) -> jax.Array:
   """The inverse of `pack_bits`: [..., W] uint32 to [..., 32 W] bool."""
-  bits = (words[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+  bits = (words[..., None] >> jnp.arange(types.WORD, dtype=jnp.uint32)) & 1
   return bits.reshape(*words.shape[:-1], -1).astype(bool)
 
 

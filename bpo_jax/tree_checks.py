@@ -183,7 +183,7 @@ def _check_allowed(tokens, action, allowed):
   refuse(action & (np.arange(action.shape[2]) >= num_tokens), 'action_mask',
          action, f'no action beyond the {num_tokens} tokens of `allowed`')
   tokens, action = tokens[..., :num_tokens], action[..., :num_tokens]
-  word, bit = np.divmod(np.maximum(tokens, 0), 32)
+  word, bit = np.divmod(np.maximum(tokens, 0), types.WORD)
   last = allowed.shape[-1] - 1
   words = np.take_along_axis(allowed, np.minimum(word, last)[..., None], -1)
   is_allowed = (word <= last) & ((words[..., 0] >> bit.astype('u4')) & 1 > 0)

@@ -12,6 +12,7 @@ ArrayTree = Any  # Any pytree of arrays.
 NO_PARENT = -1  # In `Tree.parents`, for the root and for padding.
 UNKNOWN_ANCHOR = -1  # In `Tree.anchor`, for a node of unknown observation.
 UNUSED_SLOT = -1  # In `BranchPlan.node`, for a slot without a branch point.
+WORD = 32  # Tokens of the vocabulary that share a uint32 of `Tree.allowed`.
 
 
 @chex.dataclass(frozen=True, mappable_dataclass=False)

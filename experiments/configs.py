@@ -326,14 +326,18 @@ class TrainConfig(OptionConfig):
       0, 'Seed of everything but the games.', min=0, max=_MAX_SEED
   )
   workdir: str | None = field(
-      None, 'Where checkpoints and metrics go; None for a new folder in runs/.'
+      None, 'Where checkpoints and metrics go; None for a new folder in runs/.',
+      not_blank=True,
   )
   resume: bool = field(
       False, 'Go on with the run in --workdir, or start it if there is none.'
   )
   save_every: int = field(10, 'Updates between checkpoints.', min=1)
   cache_dir: str | None = field(
-      None, 'Where warm starts are kept; None for ~/.cache/bpo_jax.'
+      None,
+      'Where warm starts, compiled programs and unpacked .gguf files are kept;'
+      ' None for ~/.cache/bpo_jax.',
+      not_blank=True,
   )
   tensorboard: bool = field(
       True, 'Write TensorBoard files where tensorboardX is installed.'
@@ -367,7 +371,8 @@ class TrainConfig(OptionConfig):
 class RunConfig:
   """Which policy of a run to take up again."""
 
-  workdir: str = field(help='The run: the --workdir that it was trained with.')
+  workdir: str = field(
+      help='The run: the --workdir that it was trained with.', not_blank=True)
   data: str | None = field(
       None, "ALFWorld's data; None for where they were in training."
   )
@@ -405,14 +410,16 @@ class EvaluateConfig(RunConfig):
   seed: int = field(
       0, 'Seed of the sampled episodes.', min=0, max=_MAX_SEED
   )
-  out: str | None = field(None, 'JSON file to write the scores to.')
+  out: str | None = field(
+      None, 'JSON file to write the scores to.', not_blank=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportConfig(RunConfig):
   """One language model to write out."""
 
-  out: str = field(help='Directory to write; it must be free or empty.')
+  out: str = field(
+      help='Directory to write; it must be free or empty.', not_blank=True)
   dtype: str = field(
       'float32', 'What the weights are rounded to.',
       choices=('float32', 'bfloat16'),

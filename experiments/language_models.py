@@ -13,6 +13,7 @@ import numpy as np
 
 from bpo_jax import chat
 from bpo_jax import tokenizers
+from bpo_jax import types
 from bpo_jax.models import gguf
 from bpo_jax.models import hugging_face
 from bpo_jax.models import lora
@@ -146,12 +147,12 @@ def _open(
   network = dataclasses.replace(
       hugging_face.read_config(directory), lora=config.lora,
       remat=config.remat, dtype=config.dtype)
-  if config.constrained and network.vocab_size % 32:
+  if config.constrained and network.vocab_size % types.WORD:
     raise ValueError(
-        f'{directory / "config.json"}: vocab_size: expected a multiple of 32'
-        ' where actions are drawn among the admissible ones, whose sets are'
-        f' words of 32 bits, got {network.vocab_size}; pass'
-        ' --constrained=false, or pad the embedding')
+        f'{directory / "config.json"}: vocab_size: expected a multiple of'
+        f' {types.WORD} where actions are drawn among the admissible ones,'
+        f' whose sets are words of that many bits, got {network.vocab_size};'
+        ' pass --constrained=false, or pad the embedding')
   tokenizer = tokenizers.load(directory)
   tokenizers.check_fits(tokenizer, network.vocab_size)
   template = chat.load_template(directory)

@@ -7,7 +7,7 @@ config, and so a flag, made from the part's own signature and docstring.
 from collections.abc import Callable, Mapping
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -50,43 +50,67 @@ POLICIES = {name: algorithms.branch_policy(name)
             if name != 'oracle_value_gap'}
 
 
-def table_options() -> dict[str, tuple[options.Option, list[str]]]:
-  """Returns every option of the table with who has it, by name."""
+class TableOption(NamedTuple):
+  """An option of some parts of the table.
+
+  Attributes:
+    annotation: as in `options.Option`.
+    holders: the algorithms and policies that have it, by what it means there.
+  """
+
+  annotation: Any
+  holders: dict[str, list[str]]
+
+
+@functools.cache
+def table_options() -> dict[str, TableOption]:
+  """Returns every option of the table by name."""
   found = {}
   rows = [(name, algorithms.get(name).parts) for name in algorithms.names()]
   policies = [(name, (policy,)) for name, policy in POLICIES.items()]
   for holder, parts in rows + policies:
     for part in parts:
       for name, option in options.of(part).items():
-        if name in _SET_OTHERWISE:
-          continue
-        known = found.setdefault(name, (option, []))
-        if known[0].help.startswith('as in'):
-          found[name] = (option, known[1])
-        if holder not in known[1]:
-          known[1].append(holder)
-  return found
+        if name not in _SET_OTHERWISE:
+          known = found.setdefault(name, TableOption(option.annotation, {}))
+          holders = known.holders.setdefault(option.help, [])
+          holders += [holder] if holder not in holders else []
+  return {name: option._replace(holders=_spelt_out(option.holders))
+          for name, option in sorted(found.items())}
+
+
+def _spelt_out(holders: dict[str, list[str]]) -> dict[str, list[str]]:
+  """Returns the holders with those under "as in ..." where that is spelt out."""
+  said = {text: list(names) for text, names in holders.items()
+          if not text.startswith('as in')}
+  first = next(iter(said.values()))
+  for text, names in holders.items():
+    if text not in said:
+      first += [name for name in names if name not in first]
+  return said
 
 
 def option_fields() -> list[tuple[str, Any, Any]]:
   """Returns a config field for every option, for `dataclasses`."""
   return [
       (name, option.annotation | None, config_fields.field(
-          None, _help(name, option.help, holders), **_bounds(option)))
-      for name, (option, holders) in sorted(table_options().items())
+          None, _help(name, option), **_bounds(option)))
+      for name, option in table_options().items()
   ]
 
 
-def _bounds(option: options.Option) -> dict[str, Any]:
+def _bounds(option: TableOption) -> dict[str, Any]:
   """Returns the range of an option that counts; kernels check the others."""
   is_count = int in (option.annotation, config_fields.optional_of(
       option.annotation))
   return {'min': 0, 'max': checks.MOST} if is_count else {}
 
 
-def _help(name: str, text: str, holders: list[str]) -> str:
-  default = _DEFAULTS.get(name, "None: the algorithm's own.")
-  return f'{text} {default} [{", ".join(holders)}]'
+def _help(name: str, option: TableOption) -> str:
+  """Returns what the option means to whom, and what it is if left out."""
+  meanings = ' '.join(f'{text} [{", ".join(holders)}]'
+                      for text, holders in option.holders.items())
+  return meanings + ' ' + _DEFAULTS.get(name, "None: the algorithm's own.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +255,9 @@ def _refuse_unknown(algorithm, parts, given):
            for name in options.of(part)}
   for name in given:
     if name not in known:
-      holders = ', '.join(table_options()[name][1])
+      holders = ', '.join(
+          holder for holders in table_options()[name].holders.values()
+          for holder in holders)
       raise ValueError(
           f'--{name} is no option of {algorithm.name} but of {holders}; leave'
           ' it out')
