@@ -169,14 +169,14 @@ class Loss:
     terms: per-token terms and metrics of a micro-batch.
     reducer: see `objectives.reduce`.
     norm: tokens, for the reducer 'sequence_sum_norm' alone.
-    by_token: whether a token's terms depend on that token alone; else a row has
-      to hold one sequence.
+    by_token: whether a token's terms depend on that token alone, so that rows
+      may hold whole trees; else a row has to hold one sequence.
   """
 
   terms: TermsFn
   reducer: objectives.Reducer = 'token_mean'
   norm: float | None = None
-  by_token: bool = True
+  by_token: bool = False
 
   def __post_init__(self):
     objectives.check_reducer(self.reducer, self.norm)
@@ -194,7 +194,7 @@ def _imitation_terms(outputs, rows, reference_log_probs, facts):
 
 
 # The negative log-likelihood of the rows' actions, by weight.
-imitation_loss = Loss(_imitation_terms)
+imitation_loss = Loss(_imitation_terms, by_token=True)
 
 
 def weighted_log_likelihood(
@@ -222,12 +222,13 @@ def weighted_log_likelihood(
     values = -coefficients * outputs.log_probs
     return {'loss/likelihood': values}, _entropy_metric(outputs, rows)
 
-  return Loss(terms, reducer, norm)
+  return Loss(terms, reducer, norm, by_token=True)
 
 
 def make_policy_loss(
     config: LossConfig,
     objective: Callable[..., jax.Array] | None = None,
+    *,
     by_token: bool | None = None,
 ) -> Loss:
   """Returns the surrogate with its KL, entropy and value terms.
@@ -411,7 +412,7 @@ def _check_paths(batches, loss) -> None:
     lengths = np.sum(rows.token_mask, axis=1, keepdims=True)
     if np.any(rows.token_mask & (rows.end != lengths)):
       what = (f'reducer {loss.reducer}' if loss.by_token
-              else 'an objective that looks at sequences')
+              else 'a loss that is not by_token and may look at sequences')
       raise ValueError(
           f"{what}: expected rows of layout='paths', which hold a sequence"
           ' each, got rows of trees')

@@ -577,7 +577,7 @@ def greedy_loss(num_numbers):
     much = jnp.broadcast_to(jnp.sum(outputs.log_probs), (num_numbers,))
     return {'loss/greedy': outputs.log_probs * jnp.sort(much)[-1]}, {}
 
-  return learner.Loss(terms)
+  return learner.Loss(terms, by_token=True)
 
 
 @pytest.mark.filterwarnings('ignore:Explicitly requested dtype')

@@ -40,4 +40,13 @@ def test_objectives_of_tokens_train_whole_trees():
   assert learner.make_policy_loss(config, clipped).layout == 'trees'
   own = lambda log_probs, behaviour, advantages, mask: log_probs * advantages
   assert learner.make_policy_loss(config, own).layout == 'paths'
-  assert learner.make_policy_loss(config, own, True).layout == 'trees'
+  assert learner.make_policy_loss(
+      config, own, by_token=True).layout == 'trees'
+
+
+def test_a_loss_written_by_hand_wants_paths_unless_it_says_by_token():
+  terms = learner.imitation_loss.terms
+  assert learner.Loss(terms).layout == 'paths'
+  assert learner.Loss(terms, by_token=True).layout == 'trees'
+  assert learner.imitation_loss.layout == 'trees'
+  assert learner.weighted_log_likelihood('token_mean').layout == 'trees'
