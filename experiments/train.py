@@ -33,6 +33,7 @@ from bpo_jax import checkpoint
 from bpo_jax import learner
 from bpo_jax import metrics
 from bpo_jax import packing
+from bpo_jax import returns
 from bpo_jax import rollout
 from bpo_jax import sharding
 from bpo_jax import tree as trees
@@ -266,14 +267,8 @@ def tree_metrics(tree: trees.Tree) -> dict[str, float]:
   where the policy was in doubt, so they are no fair sample.
   """
   tree = jax.tree.map(np.asarray, tree.replace(allowed=None))
-  totals = tree.rewards.copy()
-  for node in range(1, tree.parents.shape[1]):
-    parents = np.maximum(tree.parents[:, node], 0)
-    totals[:, node] += totals[np.arange(len(totals)), parents]
-  has_child = np.zeros_like(tree.node_mask)
-  b, n = np.nonzero(tree.parents >= 0)
-  has_child[b, tree.parents[b, n]] = True
-  leaf = tree.node_mask & ~has_child
+  totals = np.asarray(returns.path_returns(tree))
+  leaf = np.asarray(trees.is_leaf(tree))
   first = leaf & (tree.birth == 0)
   values = {
       'success': float((totals[first] > 0.5).mean()),
@@ -289,8 +284,15 @@ def tree_metrics(tree: trees.Tree) -> dict[str, float]:
 
 
 def first_token_entropies(tree: trees.Tree) -> np.ndarray:
-  """Returns the entropy at every decision of the first trajectories, nats."""
-  decisions = np.asarray(tree.action_mask[..., 0]) & (tree.birth == 0)
+  """Returns the entropy at every decision of the first trajectories, nats.
+
+  What follows an action token at once is inside an action that was forked.
+  """
+  last = np.maximum(np.sum(tree.token_mask, axis=-1, keepdims=True) - 1, 0)
+  ends = np.take_along_axis(np.asarray(tree.action_mask), last, -1)[..., 0]
+  parents = np.asarray(tree.parents)
+  inside = np.take_along_axis(ends, np.maximum(parents, 0), 1) & (parents >= 0)
+  decisions = tree.action_mask[..., 0] & (tree.birth == 0) & ~inside
   return np.asarray(tree.entropies[..., 0])[decisions]
 
 
@@ -559,6 +561,16 @@ def first_score(run: Run) -> scoring.Score:
     run.state = state
 
 
+def how_to_go_on(run: Run) -> str:
+  """Returns what --resume would do now.
+
+  Told by the disk: a step that was stopped may have consumed the state.
+  """
+  saved = checkpoint.latest_step(run.workdir / 'checkpoints')
+  what = 'begin anew' if saved is None else f'go on after update {saved}'
+  return f'the same flags with --workdir={run.workdir} --resume {what}'
+
+
 def main(argv: Sequence[str]) -> None:
   """Trains; what ends a run early is one line, and how to go on."""
   del argv
@@ -575,8 +587,7 @@ def main(argv: Sequence[str]) -> None:
     logging.debug('Where it happened:', exc_info=True)  # With --verbosity=1.
     sys.exit(f'error: {error}')
   except KeyboardInterrupt:
-    print(f'\nStopped after update {int(run.state.update)}; the same flags with'
-          f' --workdir={run.workdir} --resume go on.', file=sys.stderr)
+    print(f'\nStopped: {how_to_go_on(run)}.', file=sys.stderr)
     sys.exit(_INTERRUPTED)
   finally:
     run.agent.close()

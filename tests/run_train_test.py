@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import pathlib
@@ -150,15 +151,35 @@ def test_the_binary_from_first_to_last(tmp_path, capsys):
   assert again['updates'] == 2 and again['before'] == result['before']
 
 
-def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys, monkeypatch):
-  def interrupt(run):
-    raise KeyboardInterrupt
+def _interrupt(monkeypatch, epoch):
+  """Raises KeyboardInterrupt where the step of an epoch of the run begins."""
+  make = learner.make_update_fn
 
-  monkeypatch.setattr(train, 'run_training', interrupt)
-  config = tiny_runs.config(tmp_path)
-  assert _call(*tiny_runs.arguments(config)) == 130
-  error = capsys.readouterr().err
-  assert error.endswith(f'--workdir={config.workdir} --resume go on.\n')
+  def make_update_fn(*args):
+    update, epochs = make(*args), itertools.count(1)
+
+    def interrupted(*args):
+      if next(epochs) == epoch:
+        raise KeyboardInterrupt
+      return update(*args)
+    return interrupted
+
+  monkeypatch.setattr(learner, 'make_update_fn', make_update_fn)
+
+
+def test_an_interrupted_run_says_how_to_go_on(tmp_path, capsys):
+  config = tiny_runs.config(
+      tmp_path, algorithm='rloo', epochs=2, save_every=2, updates=4)
+  # In second epochs: of the first update, and of that after a checkpoint.
+  for epoch, resume, words in ((2, [], 'begin anew'),
+                               (8, ['--resume'], 'go on after update 2')):
+    with pytest.MonkeyPatch.context() as patch:
+      _interrupt(patch, epoch)
+      assert _call(*tiny_runs.arguments(config), *resume) == 130
+    error = capsys.readouterr().err
+    assert error.endswith(f'--workdir={config.workdir} --resume {words}.\n')
+  resumed = train.set_up(dataclasses.replace(config, resume=True))
+  assert resumed.state.update == 2
 
 
 @pytest.mark.parametrize('arguments, words', [

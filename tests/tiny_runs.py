@@ -45,7 +45,7 @@ def config(folder, **overrides) -> configs.TrainConfig:
 
 def arguments(config_) -> list[str]:
   """The command line of a config."""
-  default = type(config_)(workdir='')
+  default = type(config_)(workdir='elsewhere')
   return [
       f'--{spec.name}={str(getattr(config_, spec.name)).lower()}'
       if isinstance(getattr(config_, spec.name), bool)
