@@ -22,8 +22,8 @@ from bpo_jax.branching import depths
 def variance_ratio(within: Sequence[float], remaining: Sequence[float],
                    information: Sequence[float] | None = None,
                    openness: Sequence[float] | None = None, *,
-                   num_siblings: int, num_backbones: int, rho: float = 0.5
-                   ) -> float:
+                   num_siblings: int, num_backbones: int,
+                   rho: float | Sequence[float] = 0.5) -> float:
   """Returns the variance of branching over that of fresh rollouts.
 
   Both are of `bpo_rb` (split weights and means, shrunk baselines) and at equal
@@ -72,7 +72,8 @@ def variance_ratio(within: Sequence[float], remaining: Sequence[float],
     openness: [M] o_j; None for 1.
     num_siblings: K, the backbone's own continuation included.
     num_backbones: n, at least 2: they are each other's baseline.
-    rho: trust in the siblings against the baseline above, as in `bpo_rb`.
+    rho: trust in the siblings against the baseline above, as in `bpo_rb`: one
+      for all, or one for each level, the j-th branch point's being entry j.
 
   Returns:
     The ratio.
@@ -98,10 +99,12 @@ def variance_ratio(within: Sequence[float], remaining: Sequence[float],
     checks.between(name, numbers, 0)
   n, k = num_backbones, num_siblings
   f, i, o = [1.0, *within], [1.0, *information, 0.0], [1.0, *openness]
+  by_level = np.ravel(rho).tolist()
   own = _own_variances(f, k)
   error = own[0] / (n - 1)
   noise = (own[0] + error) * (i[0] - i[1])
   for j in range(1, len(f)):
+    rho = by_level[min(j, len(by_level) - 1)]
     shrunk = (1 - rho) ** 2 * (error + f[j - 1] - f[j])
     others = (own[j] + (k - 2) * f[j]) / (k - 1) ** 2
     fork = o[j] * (f[j] + rho ** 2 * others) + shrunk
@@ -145,9 +148,9 @@ class Recommendation:
   cost: float
 
 
-def recommend(found: variance.Report, num_rollouts: float, *, rho: float = 0.5,
-              max_siblings: int = 8, max_points: int = 3,
-              min_gain: float = 0.05) -> Recommendation:
+def recommend(found: variance.Report, num_rollouts: float, *,
+              rho: float | Sequence[float] = 0.5, max_siblings: int = 8,
+              max_points: int = 3, min_gain: float = 0.05) -> Recommendation:
   """Returns the way to branch of the smallest predicted variance.
 
   All depths that the report has data for are tried, up to `max_points` of them
@@ -159,7 +162,7 @@ def recommend(found: variance.Report, num_rollouts: float, *, rho: float = 0.5,
     found: of trees as they are grown now, finished paths 'explained'.
     num_rollouts: budget of a task in whole episodes; for a budget in steps,
       divide by `found.num_actions`.
-    rho: trust in the siblings, as in `bpo_rb`.
+    rho: trust in the siblings, as in `variance_ratio`.
     max_siblings: largest K to try.
     max_points: most branch points on one backbone to try.
     min_gain: least predicted gain, 0.05 for a ratio of at most 0.95.
@@ -243,7 +246,7 @@ def to_arrays(chosen: Recommendation, found: variance.Report) -> depths.Design:
 
 
 def next_design(sums: variance.Sums, *, num_rollouts: int = 16,
-                explore: float = 0.03, rho: float = 0.5,
+                explore: float = 0.03, rho: float | Sequence[float] = 0.5,
                 min_gain: float = 0.05) -> depths.Design:
   """Returns the design for the next update, by the trees of earlier ones.
 
@@ -254,7 +257,8 @@ def next_design(sums: variance.Sums, *, num_rollouts: int = 16,
     sums: by `variance.update`.
     num_rollouts: budget of a tree, as in `branching.adaptive`.
     explore: share of it that goes to forks at random depths, likewise.
-    rho: trust in the siblings, as in `advantages.bpo_rb`.
+    rho: trust in the siblings, as the credit will have it; see
+      `variance_ratio`.
     min_gain: least predicted gain, 0.05 for a ratio of at most 0.95.
 
   Raises:

@@ -138,8 +138,20 @@ class Needs:
       return None
     chosen = options.of(self._method.plan)
     return designs.next_design(
-        state.auxiliary['variance_sums'],
+        state.auxiliary['variance_sums'], **self._trust(state),
         **{n: chosen[n].default for n in ('num_rollouts', 'explore')})
+
+  def _trust(self, state):
+    """Returns the credit's rho, by its name: given, or learnt for each level.
+
+    Of earlier updates alone. Nothing for a credit that has no rho.
+    """
+    if self._learns_rho:
+      sums = state.auxiliary['baseline_sums']
+      rho = (sums[0] + _FIRST_RHO * _PRIOR) / (sums[1] + _PRIOR)
+      return {'rho': jax.device_get(jnp.clip(rho, 0, 1))}
+    rho = options.of(self._method.credit).get('rho')
+    return {} if rho is None else {'rho': rho.default}
 
   def _predicted(self, statistics, tree):
     """Returns the success that earlier updates predict, [B, N]."""
@@ -187,14 +199,14 @@ class Needs:
 
   def _learnt_rho(self, given: Given) -> Given:
     """Adds the trust in siblings that earlier updates suggest, by level."""
+    trust = self._trust(given.state)
     sums = given.state.auxiliary['baseline_sums']
-    rho = jnp.clip((sums[0] + _FIRST_RHO * _PRIOR) / (sums[1] + _PRIOR), 0, 1)
-    new = self._baseline_sums(bare(given.tree), rho=rho)
+    new = self._baseline_sums(bare(given.tree), **trust)
     given = _keep(given, baseline_sums=_FORGETTING * sums + new)
-    told = {f'baseline/rho_{level}': float(rho[level])
-            for level in range(1, len(rho))}
+    told = {f'baseline/rho_{level}': float(rho)
+            for level, rho in enumerate(trust['rho']) if level}
     return given._replace(
-        arrays={**given.arrays, 'rho': rho},
+        arrays={**given.arrays, **trust},
         metrics={**given.metrics, **told})
 
   def _selection_slope(self, given: Given, tasks) -> Given:

@@ -73,7 +73,7 @@ def test_predicted_ratio_is_near_the_exact_one(name, num_siblings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('rho', [0.5, 1.0])
+@pytest.mark.parametrize('rho', [0.5, 1.0, (0.0, 0.9, 0.2)])
 def test_predicted_ratio_of_several_points_is_near_the_measured(rho):
   task, rng = enumerable.make('decided'), np.random.default_rng(0)
   n, size = 4, 4096
@@ -99,6 +99,16 @@ def test_predicted_ratio_of_several_points_is_near_the_measured(rho):
       num_siblings=2, num_backbones=n, rho=rho)
   print(rho, noise / fresh, predicted)
   np.testing.assert_allclose(predicted, noise / fresh, rtol=0.1)
+
+
+def test_a_rho_for_each_level_is_that_of_its_branch_points():
+  ratio = lambda rho, num_points=2: designs.variance_ratio(
+      [0.5, 0.3][:num_points], [0.6, 0.2][:num_points], num_siblings=3,
+      num_backbones=4, rho=rho)
+  assert ratio((0.9, 0.3), 1) == ratio(0.3, 1)
+  assert ratio((0.9, 0.3)) == ratio(0.3)  # The last holds for all beyond.
+  assert len({ratio(rho) for rho in (0.3, 0.8, (0, 0.3, 0.8), (0, 0.8, 0.3))}
+             ) == 4
 
 
 @pytest.fixture(scope='module')

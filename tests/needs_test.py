@@ -117,6 +117,25 @@ def test_a_batch_has_no_say_in_its_own_design(monkeypatch):
       jax.tree.leaves(x.auxiliary['variance_sums']) for x in after)))
 
 
+def test_a_design_is_made_for_the_rho_of_the_credit(monkeypatch):
+  asked = []
+
+  def next_design(sums, rho, **options):
+    asked.append(rho)
+    return depths.unknown()
+  monkeypatch.setattr(designs, 'next_design', next_design)
+  tree, _ = _two_outcomes()
+  needs, state = _made('bpo_adaptive', rho=1.0)
+  needs.plan(state, _KEY, tree)
+  assert asked == [1.0]
+  needs, state = _made('bpo_adaptive')
+  state = _given(needs, state, tree).state
+  needs.plan(state, _KEY, tree)
+  used = _given(needs, state, tree).arrays['rho']
+  np.testing.assert_array_equal(asked[1], used)
+  assert np.abs(used - 0.5).max() > 1e-3
+
+
 def _entropies(low, high):
   """Returns trees of three decisions each, all as uncertain as their tree."""
   made = []
@@ -158,6 +177,19 @@ def test_the_threshold_is_the_quantile_of_earlier_updates():
     seen.append(float(state.branch_threshold))
   np.testing.assert_allclose(seen[0], 0.6, rtol=1e-6)
   assert 0.2 < seen[2] < seen[1] < 0.6
+
+
+def test_an_action_that_was_forked_inside_is_one_decision():
+  builder = trees.TreeBuilder()
+  node, heads = builder.add(-1, [1]), []
+  for entropy in (0.5, 0.7):
+    node = builder.add(
+        node, [2, 3, 4, 5], [True] * 3 + [False], [-1.0] * 4,
+        [entropy, 0.1, 0.1, 0.0])
+    heads.append(builder.split(node, 1))
+  builders.add_action(builder, heads[0], entropy=0.9, birth=1)
+  found = train.first_token_entropies(trees.stack([builder]))
+  np.testing.assert_allclose(found, [0.5, 0.7], rtol=1e-6)
 
 
 @pytest.mark.parametrize('success_threshold', [0.5, 0.0, -0.5])
