@@ -27,12 +27,13 @@ _SET_OTHERWISE = ('num_branch_points', 'num_forks', 'vocab_size', 'a2')
 # What a policy may ask for besides the tree, by the name of its argument.
 CONTEXT = ('threshold', 'key', 'values', 'design', 'current_log_probs',
            'whitespace_mask')
-# Lengths that papers give in tokens of a language model's prose; a turn of the
-# terse wording is about 7 tokens, of which 3 are the action.
+# Lengths that papers give in tokens of a language model's prose, and keep with
+# --model; a turn of the terse wording is about 7 tokens, 3 of them the action.
 _TERSE = {'min_spacing': 8, 'boundary_interval': 6, 'entropy_window': 6}
 # What an option is where the flag is left out, if not the algorithm's own.
 _DEFAULTS = {
-    **{name: f'None: {value}.' for name, value in _TERSE.items()},
+    **{name: f"None: {value}, and the algorithm's own with --model."
+       for name, value in _TERSE.items()},
     'rho': 'None: learnt from earlier updates, a number for each level.',
 }
 # Policies whose M branch points are shared out over the first trajectories.
@@ -80,7 +81,7 @@ def table_options() -> dict[str, TableOption]:
 
 
 def _spelt_out(holders: dict[str, list[str]]) -> dict[str, list[str]]:
-  """Returns the holders with those under "as in ..." where that is spelt out."""
+  """Returns the holders, those under "as in ..." where that is spelt out."""
   said = {text: list(names) for text, names in holders.items()
           if not text.startswith('as in')}
   first = next(iter(said.values()))
@@ -213,7 +214,8 @@ def _policy(algorithm, config, num_backbones, given, vocab_size):
   if 'vocab_size' in known and vocab_size is not None:
     sizes['vocab_size'] = vocab_size
   terse = {name: value for name, value in _TERSE.items()
-           if name in known and known[name].default > value}
+           if config.model is None and name in known
+           and known[name].default > value}
   chosen = {name: value for name, value in given.items() if name in known}
   return functools.partial(policy, **terse | sizes | chosen)
 

@@ -66,6 +66,18 @@ def test_another_branch_policy_takes_the_place_of_a_rows_own():
   assert short.wants == ('threshold',)
 
 
+@pytest.mark.parametrize('algorithm, name, terse, prose', [
+    ('bpo', 'min_spacing', 8, 64), ('cbpo', 'boundary_interval', 6, 64),
+    ('cbpo', 'entropy_window', 6, 20)])
+def test_lengths_are_those_of_prose_where_a_language_model_speaks(
+    algorithm, name, terse, prose):
+  length = lambda **options_: options.of(methods.make(configs.TrainConfig(
+      algorithm=algorithm, **options_)).plan)[name].default
+  assert length() == terse
+  assert length(model='smollm2') == prose
+  assert length(model='smollm2', **{name: 5}) == length(**{name: 5}) == 5
+
+
 def test_a_critic_alone_has_something_to_compare_one_rollout_with():
   config = configs.TrainConfig(
       algorithm='opts_ttpo', branch_policy='cbpo_allocation', num_rollouts=1,
