@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from scipy import special
 
 from bpo_jax import advantages
 from bpo_jax import algorithms
@@ -343,8 +344,19 @@ def measure(task_name: str, method_name: str, gradient: np.ndarray,
       score=float(off / null) if null else 0.0,
       cosine=cosine, cosine_low=cosine_low, signal=signal, noise=noise,
       steps=whole.steps, cost=noise * whole.steps,
-      cost_error=float(1.96 * np.std(costs, ddof=1) / np.sqrt(len(costs)))
-      if len(costs) > 1 else 0.0, gap=whole.gap)
+      cost_error=half_interval(costs), gap=whole.gap)
+
+
+def half_interval(values: Sequence[float]) -> float:
+  """Returns half the 95% interval of the mean of n values, 0 of a single one.
+
+  By Student's t with n - 1 degrees of freedom, exact for normal values: of two
+  seeds it is 6.5 times as wide as by the normal quantile, of four 1.6 times.
+  """
+  if len(values) < 2:
+    return 0.0
+  error = np.std(values, ddof=1) / np.sqrt(len(values))
+  return float(special.stdtrit(len(values) - 1, 0.975) * error)
 
 
 def _squared_norm(vector, of):

@@ -220,6 +220,15 @@ def test_intervals_cover_the_bias(offset):
       (scale ** 2).sum() / (expected * 5) ** 2, rel=0.2)
 
 
+@pytest.mark.parametrize('size', [2, 4, 8])
+def test_intervals_of_costs_cover_their_mean(size):
+  values = np.random.default_rng(0).normal(5.0, 2.0, (4000, size))
+  covered = [abs(x.mean() - 5.0) <= theory_methods.half_interval(x)
+             for x in values]
+  assert np.mean(covered) == pytest.approx(0.95, abs=0.015)
+  assert theory_methods.half_interval([5.0]) == 0
+
+
 def test_exact_moments_have_exact_measures():
   gradient = np.array([3.0, 4.0])
   moments = theory_methods.Moments(
