@@ -16,8 +16,8 @@ from bpo_jax import types
 from bpo_jax.branching import depths
 from experiments import enumerable
 from experiments import exact_noise
+from experiments import theory_claims
 from experiments import theory_methods
-from experiments import verify_theory
 
 _jitted = jax.jit(branching.adaptive, static_argnames=(
     'num_rollouts', 'num_branch_points', 'explore'))
@@ -356,7 +356,7 @@ def test_a_wrong_call_is_a_claim_that_fails(late, early, failed):
       score=0.0, cosine=1.0, cosine_low=1.0, signal=1.0, noise=1.0,
       steps=190.0, cost=cost) for task, cost in (('late', late),
                                                  ('early', early))]
-  claims = verify_theory.adaptive_claims(rows)
+  claims = theory_claims.adaptive_claims(rows)
   assert [c.claim.split()[-1] for c in claims if not c.holds] == failed
 
 

@@ -15,6 +15,7 @@ from bpo_jax import types
 from experiments import config_flags
 from experiments import enumerable
 from experiments import figures
+from experiments import theory_claims
 from experiments import theory_methods
 from experiments import verify_theory
 
@@ -33,7 +34,7 @@ def _exact_rows(**biases):
   biases = {'bpo causal split': 1e-8, 'bpo_rb rho=0.5': 1e-8,
             'bpo top_m split': 0.2, 'bpo_rb top_m': 0.1,
             'bpo equally_spaced split': 1e-8, 'bpo lowest_entropy split': 0.1,
-            'bpo oracle_value_gap split': 0.1,
+            'bpo oracle_value_gap split': 0.1, 'bpo causal split drop': 0.9,
             'bpo causal uniform': 0.6} | biases
   return [_row(task='exact', method=name, bias=bias)
           for name, bias in biases.items()]
@@ -44,8 +45,8 @@ def _failures(claims):
 
 
 def test_claims_hold_on_rows_that_bear_them_out():
-  claims = list(verify_theory.bias_claims(_exact_rows()))
-  assert len(claims) == 6 and not _failures(claims)
+  claims = list(theory_claims.bias_claims(_exact_rows()))
+  assert len(claims) == 7 and not _failures(claims)
 
 
 @pytest.mark.parametrize('name, bias, failure', [
@@ -56,10 +57,11 @@ def test_claims_hold_on_rows_that_bear_them_out():
     ('bpo lowest_entropy split', 1e-8, 'lowest entropy'),
     ('bpo oracle_value_gap split', 1e-8, 'true value gap'),
     ('bpo_rb top_m', 1e-8, 'bpo_rb'),
+    ('bpo causal split drop', 1e-8, 'without the incumbent'),
     ('bpo causal uniform', 1e-8, 'uniform weights'),
 ])
 def test_a_claim_fails_where_its_row_says_otherwise(name, bias, failure):
-  claims = verify_theory.bias_claims(_exact_rows(**{name: bias}))
+  claims = theory_claims.bias_claims(_exact_rows(**{name: bias}))
   only, = _failures(claims)
   assert failure in only
 
@@ -72,45 +74,106 @@ def test_a_claim_fails_where_its_row_says_otherwise(name, bias, failure):
 def test_sampled_biases_are_held_against_their_intervals(broken, failures):
   rows = [_row(**broken), _row(method='bpo causal uniform', bias=0.6,
                                bias_low=0.5, bias_high=0.7, score=99.0)]
-  got = _failures(verify_theory.bias_claims(rows))
+  got = _failures(theory_claims.bias_claims(rows))
   assert len(got) == len(failures)
   assert all(text.startswith(start) for text, start in zip(got, failures))
 
 
 def test_costs_are_held_against_the_exact_ones(monkeypatch):
-  design = verify_theory.Design
-  monkeypatch.setattr(verify_theory, 'best_designs', lambda task: (
+  design = theory_claims.Design
+  monkeypatch.setattr(theory_claims, 'best_designs', lambda task: (
       design(100.0, ''), design(50.0 if task.explained[3] < 0.9 else 100.0, '')
   ))
   rows = [_row(method='root leave-one-out 8', cost=156.0),
           _row(method='bpo_rb rho=0.5', cost=115.0)]
   # 'decided' looks like 'early' to the stand-in.
-  assert _failures(verify_theory.cost_claims(rows)) == [
+  assert _failures(theory_claims.cost_claims(rows)) == [
       'branching pays on decided']
   rows[0] = dataclasses.replace(rows[0], cost=110.0)
-  assert _failures(verify_theory.cost_claims(rows)) == [
+  assert _failures(theory_claims.cost_claims(rows)) == [
       'bpo_rb wins on late', 'branching pays on decided',
       'root leave-one-out 8 has its exact noise on late']
 
 
-def test_the_oracle_is_held_to_the_widest_gaps():
-  gaps = {'top_m': 0.2, 'random': 0.3, 'oracle_value_gap': 0.31}
-  rows = [_row(method=f'bpo {name} split', gap=gap)
-          for name, gap in gaps.items()]
-  rows.append(_row(method='bpo random uniform', gap=0.9))
-  claim, = verify_theory.schedule_claims(rows)
-  assert claim.holds and claim.evidence == '0.310, next 0.300 (random)'
-  rows[2] = dataclasses.replace(rows[2], gap=0.29)
-  assert _failures(verify_theory.schedule_claims(rows)) == [
-      'the oracle forks at the widest value gaps on late']
-  assert not list(verify_theory.schedule_claims(rows[:2]))
+def _changed(rows, method, **fields):
+  return [dataclasses.replace(row, **fields) if row.method == method else row
+          for row in rows]
+
+
+def _directions(**cosines):
+  """Returns rows of a cosine each, whose interval ends 0.001 below."""
+  cosines = {'grpo': 1.0, 'gspo': 1.0, 'dr_grpo': 1.0, 'dapo': 1.0,
+             'gigpo': 0.992, 'appo': 0.99, 'bpo': 0.93} | cosines
+  return [_row(method=name, cosine=cosine, cosine_low=cosine - 0.001)
+          for name, cosine in cosines.items()]
+
+
+@pytest.mark.parametrize('cosines, failures', [
+    ({}, []),
+    (dict(dr_grpo=0.99), ['dr_grpo keeps', 'gigpo turns', 'appo turns']),
+    (dict(gigpo=0.9995), ['gigpo turns']),
+    (dict(bpo=0.9895), ['bpo turns']),
+])
+def test_directions_are_held_against_each_other(cosines, failures):
+  got = _failures(theory_claims.direction_claims(_directions(**cosines)))
+  assert got == [f'{text} the direction on late' for text in failures]
+  exact = [dataclasses.replace(row, task='exact') for row in _directions()]
+  assert not list(theory_claims.direction_claims(exact))
+
+
+def _schedules(task='late'):
+  """Returns rows of every schedule, as docs/theory.md has them."""
+  gaps = {'lowest_entropy': 0.0, 'random': 0.1, 'equally_spaced': 0.0,
+          'top_m': 0.3, 'oracle_value_gap': 0.31}
+  costs = dict(zip(gaps, (264.0, 252.0, 236.0, 217.0, 229.0)))
+  row = lambda name, weights, bias: _row(
+      task=task, method=f'bpo {name} {weights}', gap=gaps[name], bias=bias,
+      bias_low=bias - 0.05, bias_high=bias + 0.05, cost=costs[name],
+      cost_error=5.0)
+  return [*(row(name, 'split', 0.06) for name in gaps),
+          *(row(name, 'uniform', 0.06 if name == 'random' else 1.3)
+            for name in gaps), _row(method='bpo_rb rho=0.4', cost=115.0)]
+
+
+def test_schedules_are_held_to_gaps_weights_and_costs():
+  claims = list(theory_claims.schedule_claims(_schedules()))
+  assert len(claims) == 6 and not _failures(claims)
+  evidence = [claim.evidence for claim in claims]
+  assert evidence[0] == evidence[1] == '0.310, next 0.300 (top_m)'
+  assert evidence[2].endswith('no difference to random')
+  assert not list(theory_claims.schedule_claims([_row(), _row(method='bpo')]))
+  # What schedules cost is said of some tasks alone.
+  assert len(list(theory_claims.schedule_claims(_schedules('exact')))) == 3
+
+
+@pytest.mark.parametrize('method, fields, failure', [
+    ('bpo oracle_value_gap split', dict(gap=0.29), 'the oracle forks'),
+    ('bpo random split', dict(gap=0.305), 'and the highest entropy'),
+    ('bpo lowest_entropy split', dict(cost=225.0),
+     'the highest entropy is cheaper'),
+    ('bpo oracle_value_gap split', dict(cost=206.0), 'the oracle gains'),
+    ('bpo random split', dict(cost=185.0), 'schedules cost more'),
+    ('bpo_rb rho=0.4', dict(cost=210.0), 'schedules cost more'),
+    ('bpo top_m uniform', dict(bias_low=0.1), 'uniform weights are off'),
+])
+def test_a_schedule_that_is_otherwise_is_a_claim_that_fails(
+    method, fields, failure):
+  rows = _changed(_schedules(), method, **fields)
+  only, = _failures(theory_claims.schedule_claims(rows))
+  assert only.startswith(failure)
+
+
+def test_weights_that_nowhere_matter_are_a_claim_that_fails():
+  rows = [dataclasses.replace(row, bias=0.06) for row in _schedules()]
+  only, = _failures(theory_claims.schedule_claims(rows))
+  assert only.startswith('uniform weights')
 
 
 def test_shrinking_is_held_to_its_cost():
   rows = [_row(task=task, method=f'bpo_rb rho={rho}', cost=cost)
           for task, rho, cost in (('exact', 0.4, 90.0), ('exact', 1.0, 91.0),
                                   ('late', 0.4, 92.0), ('late', 1.0, 91.0))]
-  claims = list(verify_theory.shrinkage_claims(rows))
+  claims = list(theory_claims.shrinkage_claims(rows))
   assert len(claims) == 2
   assert _failures(claims) == [
       'at K = 2 rho = 0.4 is cheaper than rho = 1 on late']
@@ -191,7 +254,7 @@ def test_listed_trees_get_their_credit_in_parts(monkeypatch):
 
 
 def test_where_branching_pays_is_found_exactly():
-  root, branch = verify_theory.best_designs(enumerable.make('late'))
+  root, branch = theory_claims.best_designs(enumerable.make('late'))
   assert branch.cost < 0.8 * root.cost and 'step 9, open' in branch.what
 
 
@@ -275,8 +338,8 @@ _SPLIT = functools.partial(advantages.bpo, node_weighting='split')
 def test_an_estimator_broken_on_purpose_fails_the_run(
     monkeypatch, capsys, estimator, failed):
   _enumerated(monkeypatch, bpo_causal_split=estimator)
-  monkeypatch.setattr(verify_theory, 'theorem_claims', lambda: [])
-  monkeypatch.setattr(verify_theory, 'cost_claims', lambda rows: [])
+  monkeypatch.setattr(theory_claims, 'theorem_claims', lambda: [])
+  monkeypatch.setattr(theory_claims, 'cost_claims', lambda rows: [])
   config = verify_theory.TheoryConfig(
       seeds=2, trees=32, tasks=('late',), methods=('rloo',))
   assert verify_theory.run(config) == failed
@@ -296,8 +359,8 @@ def test_the_binary_prints_tables_and_leaves_them(
     monkeypatch, capsys, tmp_path):
   _enumerated(monkeypatch, bpo_causal_split=_SPLIT,
               bpo_causal_uniform=advantages.bpo)
-  monkeypatch.setattr(verify_theory, 'best_designs', lambda task: (
-      verify_theory.Design(100.0, ''), verify_theory.Design(
+  monkeypatch.setattr(theory_claims, 'best_designs', lambda task: (
+      theory_claims.Design(100.0, ''), theory_claims.Design(
           50.0 if task.explained[3] < 0.9 else 100.0, '')))
   status = _main(seeds=2, trees=64, tasks=('late',), methods=_FAST,
                  out=str(tmp_path / 'out'))
@@ -359,7 +422,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_work(tmp_path):
 @pytest.mark.parametrize('name', [
     'measurements.csv', 'schedules.csv', 'claims.csv', 'theory.png'])
 def test_every_output_is_tried_before_the_work(name, tmp_path, monkeypatch):
-  monkeypatch.setattr(verify_theory, 'theorem_claims', lambda: 1 / 0)
+  monkeypatch.setattr(theory_claims, 'theorem_claims', lambda: 1 / 0)
   (tmp_path / name).mkdir()
   with pytest.raises(flags.IllegalFlagValueError, match=f'{name} is a folder'):
     _main(out=str(tmp_path))
