@@ -270,8 +270,8 @@ def _schedule_cost_claims(rows, task, split):
     yield Claim(
         cheapest > 1.05 * dearest,
         f'schedules cost more than root leave-one-out or bpo_rb on {task}',
-        f'variance x steps at least {cheapest:.1f}, of root leave-one-out 4, 8, '
-        f'16 and rho = 0.4 at most {dearest:.1f}')
+        f'variance x steps at least {cheapest:.1f}, of root leave-one-out 4, 8 '
+        f'and 16 and of rho = 0.4 at most {dearest:.1f}')
 
 
 def shrinkage_claims(rows: Sequence[theory_methods.Measurement]
