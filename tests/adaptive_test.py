@@ -6,13 +6,12 @@ import functools
 import builders
 import jax
 import numpy as np
-import oracles
+import oracles_branching as slow
 import pytest
 
 from bpo_jax import advantages
 from bpo_jax import branching
 from bpo_jax import tree as tree_lib
-from bpo_jax import types
 from bpo_jax.branching import depths
 from experiments import enumerable
 from experiments import exact_noise
@@ -36,59 +35,8 @@ def _design(num_siblings, bins, costs, depth_width=1):
       costs=np.array(costs, np.float32), depth_width=np.int32(depth_width))
 
 
-def _ragged(seed, num_trees=3):
-  """Returns first trajectories of several lengths, some actions in one node."""
-  rng = np.random.default_rng(seed)
-  made = []
-  for _ in range(num_trees):
-    builder = tree_lib.TreeBuilder()
-    root = builder.add(types.NO_PARENT, [1, 2])
-    for _ in range(rng.integers(1, 6)):
-      node = root
-      for _ in range(rng.integers(1, 6)):
-        mask = rng.random(4) < 0.6
-        mask[rng.integers(4)] = True
-        size = np.where(mask, -1.0, 0.0)
-        node = builder.add(
-            node, range(4), action_mask=mask, behaviour_log_probs=size,
-            entropies=-size)
-    made.append(builder)
-  return tree_lib.stack(made, num_nodes=28, num_tokens=5)
-
-
-def _trajectories(root):
-  """Returns the decisions of each first trajectory: (node, offset, depth)."""
-  found = []
-  for head in sorted(root.children, key=lambda child: child.index):
-    chain, count = [], 0
-    for node in sorted(oracles.walk(head), key=lambda node: node.index):
-      for t, inside in enumerate(node.mask):
-        if inside and (t == 0 or not node.mask[t - 1]):
-          is_shared = node is head and t == 0 and root.heir is not head
-          chain += [] if is_shared else [(node.index, t, count)]
-          count += 1
-    found.append(chain)
-  return found
-
-
-def _oracle(root, design, num_rollouts, num_branch_points=32):
-  """Returns fresh rollouts, [(node, offset, forks)], unspent; no explorers."""
-  forks, costs = int(design.num_siblings) - 1, design.costs.astype(float)
-  each = 1 + forks * costs[design.bins].sum()
-  wanted = int(num_rollouts / each + 1e-4)
-  wanted += int(num_rollouts - wanted * each + 1e-4)
-  chains = _trajectories(root)
-  if len(chains) < wanted:
-    return wanted - len(chains), [], 0
-  left, taken = max(num_rollouts - len(chains), 0), []
-  for node, offset, depth in sorted(sum(chains, [])):
-    if depth >= 1 and depth < len(costs) and design.bins[depth] and forks:
-      left -= forks * costs[depth]
-      if left < -1e-4 or len(taken) == num_branch_points:
-        left += forks * costs[depth]
-        break
-      taken.append((node, offset, forks))
-  return 0, taken, int(left + 1e-4)
+_ragged = functools.partial(
+    builders.random_trees, make=builders.random_trajectories)
 
 
 def _slots(plan, b):
@@ -107,12 +55,11 @@ def test_takes_what_a_slow_oracle_takes(seed, num_rollouts, num_branch_points):
       rng.integers(2, 4), bins, np.sort(rng.random(12))[::-1].round(3))
   plan = _adaptive(tree, design=design, num_rollouts=num_rollouts, explore=0.0,
                    num_branch_points=num_branch_points)
-  for b, root in enumerate(oracles.roots(tree)):
-    fresh, slots, unspent = _oracle(
-        root, design, num_rollouts, num_branch_points)
-    assert plan.count[b, -1] == fresh
-    assert _slots(plan, b) == slots
-    assert plan.unspent[b] == unspent
+  expected = slow.adaptive(tree, design, num_rollouts, num_branch_points)
+  for b, (slots, budget) in enumerate(expected):
+    columns = plan.node[b], plan.offset[b], plan.count[b]
+    assert [slot for slot in zip(*columns) if slot[2]] == slots
+    assert plan.unspent[b] == budget - plan.count[b].sum()
 
 
 @pytest.mark.parametrize('seed', range(10))

@@ -41,10 +41,28 @@ def random_builder(seed: int, max_nodes: int = 24, max_tokens: int = 7,
   return builder
 
 
-def random_trees(seed: int, num_trees: int = 3, **kwargs) -> tree_lib.Tree:
+def random_trajectories(seed: int) -> tree_lib.TreeBuilder:
+  """Returns first trajectories of several lengths, some actions in one node."""
+  rng = np.random.default_rng(seed)
+  builder = tree_lib.TreeBuilder()
+  root = builder.add(types.NO_PARENT, [1, 2])
+  for _ in range(rng.integers(2, 6)):
+    node = root
+    for _ in range(rng.integers(1, 6)):
+      mask = rng.random(4) < 0.6
+      mask[rng.integers(4)] = True
+      size = np.where(mask, -1.0, 0.0)
+      node = builder.add(
+          node, range(4), action_mask=mask, behaviour_log_probs=size,
+          entropies=-size)
+  return builder
+
+
+def random_trees(seed: int, num_trees: int = 3, make=random_builder, **kwargs
+                 ) -> tree_lib.Tree:
   """Returns a validated batch of random trees, all of one shape."""
   tree = tree_lib.stack(
-      [random_builder(1000 * seed + i, **kwargs) for i in range(num_trees)],
+      [make(1000 * seed + i, **kwargs) for i in range(num_trees)],
       num_nodes=28, num_tokens=8)
   tree.validate()
   return tree

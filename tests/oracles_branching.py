@@ -521,6 +521,38 @@ def branpo_tail(tree, success_threshold=0.8, num_branch_points=4,
   return result
 
 
+def adaptive(tree, design, num_rollouts=16, num_branch_points=32, explore=0.0):
+  """Trajectories from the root, then forks of all; the budget is what is used.
+
+  Without explorers, and with bins of one depth, so that nothing is drawn.
+  """
+  assert design.depth_width == 1 and not explore
+  forks, costs = int(design.num_siblings) - 1, design.costs.astype(float)
+  each = 1 + forks * costs[design.bins].sum()
+  wanted = int(num_rollouts / each + 1e-4)
+  wanted = max(wanted + int(num_rollouts - wanted * each + 1e-4), 1)
+  result = []
+  for b, root, all_tokens in forest(tree):
+    chains = [chain for chain in trajectories(all_tokens).values()
+              if root in (chain[0].head, chain[0].head.parent)]
+    if len(chains) < wanted:
+      count = wanted - len(chains)
+      result.append(([(*fresh(tree, b, root), count)], count))
+      continue
+    left, slots = max(num_rollouts - len(chains), 0), []
+    found = [(x, depth) for chain in chains for depth, x in enumerate(
+        x for x in chain if x.is_start)]
+    for x, depth in sorted(found, key=lambda pair: pair[0].slot):
+      if x.is_fork_point and 0 < depth < len(costs) and design.bins[depth]:
+        left -= forks * costs[depth]
+        if left < -1e-4 or len(slots) == num_branch_points:
+          left += forks * costs[depth]
+          break
+        slots.append((*x.slot, forks))
+    result.append((slots, forks * len(slots) + int(left + 1e-4)))
+  return result
+
+
 def recursive(oracle, depth):
   """The newest stage alone, while there is one to come."""
   def newest(tree, **options):
