@@ -48,7 +48,7 @@ class Algorithm:
     objective: surrogate per token, to be maximised.
     defaults: what a training run needs besides: num_backbones first
       trajectories a task, num_stages of branching, kl_coef, kl_estimator,
-      learning_rate, reducer; and the defaults of all options of the three.
+      reducer; and the defaults of all options of the three.
     source: where it comes from.
     exactness: 'exact', from the paper's text or code; 'restated', from a third
       party's reading of it; 'read', our reading where the source is silent;
@@ -193,8 +193,7 @@ def _check_options(name, function, overrides):
 
 def _row(name, source, exactness, estimator, branch_policy=None, *,
          objective=objectives.clipped_surrogate, needs=(), num_backbones=8,
-         num_stages=1, kl_coef=0.0, kl_estimator='k2', learning_rate=1e-6,
-         reducer='token_mean'):
+         num_stages=1, kl_coef=0.0, kl_estimator='k2', reducer='token_mean'):
   """Returns a row; the defaults of its parts' options join its own."""
   defaults = {}
   for part in (branch_policy, estimator, objective):
@@ -202,7 +201,7 @@ def _row(name, source, exactness, estimator, branch_policy=None, *,
     defaults |= {key: option.default for key, option in found.items()}
   defaults |= dict(
       num_backbones=num_backbones, num_stages=num_stages, kl_coef=kl_coef,
-      kl_estimator=kl_estimator, learning_rate=learning_rate, reducer=reducer)
+      kl_estimator=kl_estimator, reducer=reducer)
   needs = [*needs, *(['reference policy'] if kl_coef else [])]
   return Algorithm(
       name=name, branch_policy=branch_policy, estimator=estimator,
@@ -243,20 +242,20 @@ _ROWS = (
          'read', advantages.gcpo, needs=['golden trajectory']),
     # Trees.
     _row('bpo', 'Branching Policy Optimization, arXiv 2607.14171', 'restated',
-         advantages.bpo, branching.top_entropy, num_backbones=1, kl_coef=0.05,
-         learning_rate=2e-6),
+         advantages.bpo, branching.top_entropy, num_backbones=1, kl_coef=0.05),
     # Two forks from each of four backbones; 0.5 nats separates a choice between
     # two tokens from a foregone one, until a run has its own quantile.
     _row('bpo_rb', 'this project', 'ours', advantages.bpo_rb,
          functools.partial(
              branching.causal_threshold, threshold=0.5, num_branch_points=8,
              max_per_path=2),
-         num_backbones=4, kl_coef=0.05, learning_rate=2e-6),
+         num_backbones=4, kl_coef=0.05),
     _row('bpo_adaptive', 'this project', 'ours', advantages.bpo_rb,
          branching.adaptive, needs=['design'], num_backbones=4, num_stages=2,
-         kl_coef=0.05, learning_rate=2e-6),
-    # Forks at every decision of up to fifty; the paper has nine samples each.
-    _row('vineppo', 'VinePPO, arXiv 2410.01679', 'exact', advantages.vineppo,
+         kl_coef=0.05),
+    # Forks at every decision of up to fifty.
+    _row('vineppo', 'VinePPO, arXiv 2410.01679; three samples of a state for '
+         'its nine', 'exact', advantages.vineppo,
          functools.partial(
              branching.equally_spaced, num_branch_points=50, num_forks=3),
          num_backbones=1, kl_coef=0.05),

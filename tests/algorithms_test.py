@@ -85,7 +85,8 @@ def test_the_help_of_the_trainer_lists_every_row():
   lines = [line.strip() for line in text.splitlines()]
   for name in algorithms.names():
     (line,) = [line for line in lines if line.split(' ')[0] == name]
-    for told in (algorithms.get(name).source, *algorithms.get(name).needs):
+    row = algorithms.get(name)
+    for told in (row.source, f'({row.exactness})', *row.needs):
       assert told in line
 
 
@@ -96,6 +97,12 @@ def test_numbers_that_a_paper_does_not_give_are_called_read():
   assert row.defaults['kl_coef'] == 0.001
   docstring = ' '.join(row.estimator.__doc__.split())
   assert 'read, and so are the clip and KL weight' in docstring
+
+
+def test_a_number_that_is_not_the_paper_s_is_told():
+  row = algorithms.get('vineppo')
+  assert 'three samples of a state for its nine' in row.source
+  assert row.defaults['num_forks'] == 3
 
 
 def test_parts_are_found_by_name():
