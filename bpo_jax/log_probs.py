@@ -148,8 +148,9 @@ class _Tiles(NamedTuple):
     Where none of _MIN_WIDTH does, those that pad it least.
     """
     if vocab_size <= _MAX_WIDTH:
-      return cls(vocab_size, 1, 1, vocab_size) if vocab_size % types.WORD else cls(
-          vocab_size, 1, vocab_size // types.WORD)
+      if vocab_size % types.WORD:
+        return cls(vocab_size, 1, 1, vocab_size)
+      return cls(vocab_size, 1, vocab_size // types.WORD)
     total = -(-vocab_size // types.WORD)
     most = _MAX_WIDTH // types.WORD
     if vocab_size % types.WORD == 0:

@@ -111,8 +111,8 @@ def pack_bits(allowed: jax.Array) -> jax.Array:
   if allowed.shape[-1] % types.WORD:
     raise ValueError(
         f'expected a vocabulary of a multiple of {types.WORD} tokens where'
-        f' actions are constrained, got {allowed.shape[-1]}; pad it with tokens that are'
-        ' never used, or draw unconstrained'
+        f' actions are constrained, got {allowed.shape[-1]}; pad it with tokens'
+        ' that are never used, or draw unconstrained'
     )
   words = allowed.reshape(*allowed.shape[:-1], -1, types.WORD)
   bits = words.astype(jnp.uint32) << jnp.arange(types.WORD, dtype=jnp.uint32)
