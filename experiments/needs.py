@@ -96,9 +96,10 @@ class Needs:
     self._add_variances = jax.jit(variance.update)
     self._targets = jax.jit(self._make_targets)
     if 'implicit reward' in method.needs:
+      self._preference_loss = learner.weighted_log_likelihood()
       self._preference_step = learner.make_update_fn(
-          agent.model, assembly.make_optimizer(config),
-          learner.weighted_log_likelihood(), config.temperature)
+          agent.model, assembly.make_optimizer(config), self._preference_loss,
+          config.temperature)
     if 'golden trajectory' in method.needs:
       self._expert = warm_start.make_expert(agent, noise=0.0)
 
@@ -236,7 +237,8 @@ class Needs:
     credit = preferences.trajectory_dpo(tree, ratios, beta=beta)
     # Divided by the rows as well; a step of Adam does not see the scale.
     if np.any(credit.advantages):  # Else no two returns differ.
-      batches = learner.make_batches(tree, credit, size, layout='paths')
+      batches = learner.make_batches(
+          tree, credit, size, layout=self._preference_loss.layout)
       second, _ = self._preference_step(second, batches, config.learning_rate)
       ratios = self._outputs(second.params, tree, size).log_probs - old
     # Untrained it differs by rounding, which a z-score would blow up.
