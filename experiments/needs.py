@@ -266,3 +266,19 @@ class Needs:
         tree=golden.teacher_forced(tree, mask, log_probs),
         arrays={**given.arrays, 'golden': mask},
         metrics={**given.metrics, 'golden/tasks': float(mask.any(1).sum())})
+
+
+def first_token_entropies(tree: trees.Tree) -> np.ndarray:
+  """Returns the entropy at every decision of the first trajectories, nats.
+
+  What follows an action token at once is inside an action that was forked,
+  unless a whole turn, whose anchor is known, ended without an observation.
+  """
+  last = np.maximum(np.sum(tree.token_mask, axis=-1, keepdims=True) - 1, 0)
+  ends = np.take_along_axis(np.asarray(tree.action_mask), last, -1)[..., 0]
+  parents = np.asarray(tree.parents)
+  is_head = ends & (np.asarray(tree.anchor) == types.UNKNOWN_ANCHOR)
+  inside = (parents >= 0) & np.take_along_axis(
+      is_head, np.maximum(parents, 0), 1)
+  decisions = tree.action_mask[..., 0] & (tree.birth == 0) & ~inside
+  return np.asarray(tree.entropies[..., 0])[decisions]

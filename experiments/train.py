@@ -275,25 +275,13 @@ def tree_metrics(tree: trees.Tree) -> dict[str, float]:
       'return': float(totals[first].mean()),
       'tree/leaves': float(leaf.sum(axis=1).mean()),
       'tree/nodes': float(tree.node_mask.sum(axis=1).mean()),
-      'policy/first_token_entropy': float(first_token_entropies(tree).mean()),
+      'policy/first_token_entropy': float(
+          needs_lib.first_token_entropies(tree).mean()),
   }
   forks = leaf & ~first
   if forks.any():
     values['tree/fork_success'] = float((totals[forks] > 0.5).mean())
   return values
-
-
-def first_token_entropies(tree: trees.Tree) -> np.ndarray:
-  """Returns the entropy at every decision of the first trajectories, nats.
-
-  What follows an action token at once is inside an action that was forked.
-  """
-  last = np.maximum(np.sum(tree.token_mask, axis=-1, keepdims=True) - 1, 0)
-  ends = np.take_along_axis(np.asarray(tree.action_mask), last, -1)[..., 0]
-  parents = np.asarray(tree.parents)
-  inside = np.take_along_axis(ends, np.maximum(parents, 0), 1) & (parents >= 0)
-  decisions = tree.action_mask[..., 0] & (tree.birth == 0) & ~inside
-  return np.asarray(tree.entropies[..., 0])[decisions]
 
 
 class Clock:
@@ -435,7 +423,7 @@ def count_up(
   """Returns the state with an update's tasks, cost and trees counted in."""
   config = run.config
   quantile = np.quantile(
-      first_token_entropies(grown.tree), config.entropy_quantile
+      needs_lib.first_token_entropies(grown.tree), config.entropy_quantile
   )
   is_first = state.tasks_seen == 0
   keep = jnp.where(is_first, 0.0, _THRESHOLD_DECAY)

@@ -188,8 +188,18 @@ def test_an_action_that_was_forked_inside_is_one_decision():
         [entropy, 0.1, 0.1, 0.0])
     heads.append(builder.split(node, 1))
   builders.add_action(builder, heads[0], entropy=0.9, birth=1)
-  found = train.first_token_entropies(trees.stack([builder]))
+  found = needs_lib.first_token_entropies(trees.stack([builder]))
   np.testing.assert_allclose(found, [0.5, 0.7], rtol=1e-6)
+
+
+def test_a_turn_without_an_observation_is_followed_by_a_decision():
+  builder = trees.TreeBuilder()
+  node = builder.add(-1, [1])
+  for turn, entropy in enumerate((0.1, 0.2, 0.3)):
+    node = builder.add(node, [2, 3], [True, True], [-1.0] * 2, [entropy, 0.9],
+                       anchor=turn)
+  found = needs_lib.first_token_entropies(trees.stack([builder]))
+  np.testing.assert_allclose(found, [0.1, 0.2, 0.3], rtol=1e-6)
 
 
 @pytest.mark.parametrize('success_threshold', [0.5, 0.0, -0.5])
