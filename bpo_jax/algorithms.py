@@ -145,6 +145,14 @@ def branch_policies() -> tuple[str, ...]:
   return tuple(sorted(_by_name([*used, *_SCHEDULES])))
 
 
+def num_stages(policy: types.BranchPolicy | None) -> int:
+  """Returns how often a policy is asked that tells from the tree where it is.
+
+  1 for any other, which `branching.recursive` asks again.
+  """
+  return _STAGES.get(policy and options.unwrap(policy), 1)
+
+
 def names() -> tuple[str, ...]:
   """Returns the names that `get` knows, sorted."""
   return tuple(sorted(_TABLE))
@@ -193,15 +201,15 @@ def _check_options(name, function, overrides):
 
 def _row(name, source, exactness, estimator, branch_policy=None, *,
          objective=objectives.clipped_surrogate, needs=(), num_backbones=8,
-         num_stages=1, kl_coef=0.0, kl_estimator='k2', reducer='token_mean'):
+         kl_coef=0.0, kl_estimator='k2', reducer='token_mean'):
   """Returns a row; the defaults of its parts' options join its own."""
   defaults = {}
   for part in (branch_policy, estimator, objective):
     found = {} if part is None else options.of(part)
     defaults |= {key: option.default for key, option in found.items()}
   defaults |= dict(
-      num_backbones=num_backbones, num_stages=num_stages, kl_coef=kl_coef,
-      kl_estimator=kl_estimator, reducer=reducer)
+      num_backbones=num_backbones, num_stages=num_stages(branch_policy),
+      kl_coef=kl_coef, kl_estimator=kl_estimator, reducer=reducer)
   needs = [*needs, *(['reference policy'] if kl_coef else [])]
   return Algorithm(
       name=name, branch_policy=branch_policy, estimator=estimator,
@@ -209,6 +217,8 @@ def _row(name, source, exactness, estimator, branch_policy=None, *,
       source=source, exactness=exactness, needs=tuple(needs))
 
 
+_STAGES = {branching.spo_cutpoints: 2, branching.branpo_tail: 3,
+           branching.adaptive: 2}
 # Of the ablation of schedules; no row has them for its own.
 _SCHEDULES = (branching.random, branching.equally_spaced,
               branching.lowest_entropy, branching.oracle_value_gap)
@@ -251,8 +261,7 @@ _ROWS = (
              max_per_path=2),
          num_backbones=4, kl_coef=0.05),
     _row('bpo_adaptive', 'this project', 'ours', advantages.bpo_rb,
-         branching.adaptive, needs=['design'], num_backbones=4, num_stages=2,
-         kl_coef=0.05),
+         branching.adaptive, needs=['design'], num_backbones=4, kl_coef=0.05),
     # Forks at every decision of up to fifty.
     _row('vineppo', 'VinePPO, arXiv 2410.01679; three samples of a state for '
          'its nine', 'exact', advantages.vineppo,
@@ -273,7 +282,7 @@ _ROWS = (
     _row('arpo_hard', 'ARPO, arXiv 2507.19849', 'restated',
          advantages.arpo_hard, branching.arpo_after_tool),
     _row('branpo', 'BranPO, arXiv 2602.03719', 'restated', advantages.branpo,
-         branching.branpo_tail, num_backbones=4, num_stages=3),
+         branching.branpo_tail, num_backbones=4),
     _row('trace', 'TRACE, arXiv 2606.11119', 'restated', advantages.arpo_soft,
          branching.trace_budget, needs=['value predictor']),
     _row('tree_grpo', 'Tree-GRPO, arXiv 2509.21240', 'restated',
@@ -283,7 +292,7 @@ _ROWS = (
     _row('spo_tree', 'SPO-tree, arXiv 2505.23564', 'restated',
          advantages.spo_tree,
          functools.partial(branching.spo_cutpoints, num_branch_points=36),
-         num_backbones=6, num_stages=2),
+         num_backbones=6),
     _row('sipo', 'SIPO, arXiv 2609.34805', 'read', advantages.sipo,
          branching.sipo, needs=['selection slope'], num_backbones=4),
     _row('opts_ttpo', 'OPTS-TTPO, arXiv 2609.40035', 'read',

@@ -28,7 +28,6 @@ Reducer = Literal[
 Contrast = Literal['surrogate', 'logistic_margin']
 KL_ESTIMATORS = typing.get_args(KlEstimator)
 REDUCERS = typing.get_args(Reducer)
-CONTRASTS = typing.get_args(Contrast)
 
 # exp(20) is far outside any trust region and far inside float32.
 _MAX_LOG_RATIO = 20.0

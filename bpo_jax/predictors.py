@@ -102,7 +102,7 @@ def update(statistics: Statistics, tree: tree_lib.Tree, *,
   below = lambda x: masked.fill(walks.sum_below(x, tree.parents), acts)
   visits = leaf.astype(jnp.float32)
   won = returns.path_returns(tree) >= success_threshold
-  through = actions_through(tree).astype(jnp.float32)
+  through = tree_lib.actions_through(tree).astype(jnp.float32)
   to_leaf = masked.fill(through, leaf)
   steps = below(to_leaf) - below(visits) * through
   added = (below(visits), below(visits * won), masked.fill(steps, acts))
@@ -186,12 +186,6 @@ def _is_old(arrays):
   return jnp.any(above & same & (index[:, None] != index), axis=0)
 
 
-def actions_through(tree: tree_lib.Tree) -> types.Array:
-  """Returns the actions of a path up to the end of each node, [B, N] int32."""
-  starts = jnp.sum(tree_lib.action_starts(tree), axis=-1, dtype=jnp.int32)
-  return walks.sum_above(starts, tree.parents)
-
-
 def next_entropies(tree: tree_lib.Tree) -> tuple[types.Array, types.Array]:
   """Returns the entropy of the decision at each node's end, and if it is known.
 
@@ -213,7 +207,7 @@ def next_entropies(tree: tree_lib.Tree) -> tuple[types.Array, types.Array]:
 def _bins(statistics, tree, progress):
   """Returns the bin of the state at the end of each node, three of [B, N]."""
   num_depths, num_entropies, num_progress = statistics.visits.shape
-  depth = actions_through(tree) // statistics.depth_width
+  depth = tree_lib.actions_through(tree) // statistics.depth_width
   entropies, known = next_entropies(tree)
   level = jnp.floor(entropies / statistics.entropy_width).astype(jnp.int32)
   level = jnp.clip(level, 0, num_entropies - 2)

@@ -5,7 +5,6 @@ what follows. The rewards of its ancestors are left out; siblings share them, so
 no contrast between siblings sees the difference.
 """
 
-import typing
 from typing import Literal
 
 import chex
@@ -18,7 +17,6 @@ from bpo_jax import types
 from bpo_jax import walks
 
 Aggregate = Literal['leaf_mean', 'split_mean', 'own']
-AGGREGATES = typing.get_args(Aggregate)
 
 
 def path_returns(tree: tree_lib.Tree) -> types.Array:

@@ -155,6 +155,16 @@ def action_starts(tree: Tree) -> types.Array:
   return tree.action_mask & ~before
 
 
+def num_actions(tree: Tree) -> types.Array:
+  """Returns the number of a node's own actions, [B, N] int32."""
+  return jnp.sum(action_starts(tree), axis=-1, dtype=jnp.int32)
+
+
+def actions_through(tree: Tree) -> types.Array:
+  """Returns the actions of a path up to the end of each node, [B, N] int32."""
+  return walks.sum_above(num_actions(tree), tree.parents)
+
+
 def first_action_index(tree: Tree) -> types.Array:
   """Returns the offset of a node's first action token, [B, N] int32, or -1."""
   found = jnp.any(tree.action_mask, axis=-1)

@@ -397,7 +397,7 @@ def _added(sums, tree, facts, finished):
     total = _totals_alive(tree, facts, depths)
     alive = jnp.ones_like(alive)
   depth = jnp.minimum(
-      predictors.actions_through(tree) // width, num_depths - 1)
+      tree_lib.actions_through(tree) // width, num_depths - 1)
   bins = _binned(facts, facts.forked, depth, num_depths)
   parts, products, num_groups, num_trees = _moments(
       bins, alive, total, facts.real)
@@ -456,7 +456,7 @@ def _totals_alive(tree, facts, depths):
   values = returns.centred_leaf_returns(tree)
   values = values - returns.centred_values(tree, 'split_mean')[:, :1]
   values = values / facts.unit
-  through, parents = predictors.actions_through(tree), jnp.asarray(tree.parents)
+  through, parents = tree_lib.actions_through(tree), jnp.asarray(tree.parents)
   top = parents == 0
 
   def pairs(depth):

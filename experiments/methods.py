@@ -38,10 +38,6 @@ _DEFAULTS = {
 }
 # Policies whose M branch points are shared out over the first trajectories.
 _SHARED_OUT = (branching.causal_threshold,)
-# Policies that know from the tree itself what the stages before have done, and
-# how many stages they take.
-_STAGES = {branching.spo_cutpoints: 2, branching.branpo_tail: 3,
-           branching.adaptive: 2}
 _SELECTIONS = {'top_m': 'top_entropy', 'causal': 'causal_threshold'}
 
 
@@ -160,8 +156,7 @@ def make(config: Any, vocab_size: int | None = None) -> Method:
   parts = (policy, algorithm.estimator, algorithm.objective)
   _refuse_unknown(algorithm, parts, given)
   _refuse_alone(algorithm, policy, num_backbones)
-  num_stages = config.num_stages or _STAGES.get(
-      policy and options.unwrap(policy), 1)
+  num_stages = config.num_stages or algorithms.num_stages(policy)
   return Method(
       name=algorithm.name,
       num_backbones=num_backbones,
@@ -247,7 +242,7 @@ def _staged(policy, num_stages):
   """Returns the policy as it is called once a stage."""
   if policy is None or num_stages == 1:
     return policy
-  if options.unwrap(policy) in _STAGES:
+  if algorithms.num_stages(policy) > 1:
     return policy
   return branching.recursive(policy, num_stages)
 

@@ -105,6 +105,14 @@ def test_a_number_that_is_not_the_paper_s_is_told():
   assert row.defaults['num_forks'] == 3
 
 
+def test_stages_are_those_of_the_branch_policy():
+  stages = {'spo_tree': 2, 'branpo': 3, 'bpo_adaptive': 2, 'bpo': 1, 'grpo': 1}
+  for name, number in stages.items():
+    row = algorithms.get(name)
+    assert row.defaults['num_stages'] == number
+    assert algorithms.num_stages(row.branch_policy) == number
+
+
 def test_parts_are_found_by_name():
   assert algorithms.estimator('arpo_hard') is algorithms.advantages.arpo_hard
   for name in algorithms.branch_policies():

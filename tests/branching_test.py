@@ -3,6 +3,7 @@
 import functools
 import inspect
 import itertools
+import typing
 
 import builders
 import jax
@@ -41,7 +42,7 @@ def _slots(plan, b):
 
 
 @pytest.mark.parametrize('seed', _SEEDS)
-@pytest.mark.parametrize('statistic', branching.STATISTICS)
+@pytest.mark.parametrize('statistic', typing.get_args(branching.Statistic))
 @pytest.mark.parametrize('min_spacing, backbones_only', [(1, False), (6, True)])
 def test_top_entropy(seed, statistic, min_spacing, backbones_only):
   tree = builders.random_trees(seed)

@@ -1,6 +1,7 @@
 """What an estimator's row in the contract suite is, and the first rows."""
 
 from collections.abc import Callable
+import typing
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,7 +95,7 @@ CASES = {
     **{f'bpo-{credit}': Case(
         advantages.bpo, oracles.bpo,
         dict(prefix_credit=credit, root_group=False, lambda_=0.7))
-       for credit in advantages.PREFIX_CREDITS},
+       for credit in typing.get_args(advantages.PrefixCredit)},
     'bpo-lambda-0': Case(
         advantages.bpo, oracles.bpo,
         dict(prefix_credit='sum', root_group=False, lambda_=0.0)),

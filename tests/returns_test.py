@@ -1,5 +1,7 @@
 """returns: equal to the recursive oracle."""
 
+import typing
+
 import builders
 import jax
 import numpy as np
@@ -13,7 +15,7 @@ _SEEDS = range(10)
 
 
 @pytest.mark.parametrize('seed', _SEEDS)
-@pytest.mark.parametrize('aggregate', returns.AGGREGATES)
+@pytest.mark.parametrize('aggregate', typing.get_args(returns.Aggregate))
 @pytest.mark.parametrize('discount', [1.0, 0.9])
 def test_node_values(seed, aggregate, discount):
   tree = builders.random_trees(seed)

@@ -22,8 +22,6 @@ Which weights. Two readings of a tree that holds every token once:
   root's being 1, so that all leaves together weigh 1: the policy gradient.
 """
 
-import typing
-
 from bpo_jax.advantages.branch_relative import baseline_sums
 from bpo_jax.advantages.branch_relative import bpo
 from bpo_jax.advantages.branch_relative import bpo_rb
@@ -49,5 +47,3 @@ from bpo_jax.advantages.search import treerl
 from bpo_jax.advantages.steps import gigpo
 from bpo_jax.advantages.steps import iapo
 from bpo_jax.advantages.steps import istar
-
-PREFIX_CREDITS = typing.get_args(PrefixCredit)

@@ -374,8 +374,7 @@ def _preferences(tree, end, fork, tails, success_threshold):
   """Returns which forks are kept, and which branches are rejected, [B, N]."""
   leaf = tree_lib.is_leaf(tree)
   success = leaf & (returns.path_returns(tree) >= success_threshold)
-  actions = jnp.sum(tree_lib.action_starts(tree), axis=-1, dtype=jnp.int32)
-  steps = walks.sum_above(actions, tree.parents)
+  steps = tree_lib.actions_through(tree)
   first = walks.nearest_above(fork, tree.parents) < 0
   accuracy = masked.mean(
       success.astype(jnp.float32), leaf & first & (tree.parents >= 0),

@@ -4,8 +4,6 @@ All are pure and keyed, have static shapes, never exceed their budget, and say
 in `BranchPlan.unspent` what they left of it.
 """
 
-import typing
-
 from bpo_jax.branching.adaptive import adaptive
 from bpo_jax.branching.budgets import arpo_after_tool
 from bpo_jax.branching.budgets import branpo_tail
@@ -24,5 +22,3 @@ from bpo_jax.branching.tokens import sipo
 from bpo_jax.branching.tokens import spo_cutpoints
 from bpo_jax.branching.tokens import tree_grpo_random
 from bpo_jax.branching.tokens import treerl_surprisal
-
-STATISTICS = typing.get_args(Statistic)

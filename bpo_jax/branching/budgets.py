@@ -329,8 +329,8 @@ def _situations(tree, success_threshold, birth):
   right = leaf & success
   num_leaves, num_right = (
       jnp.sum(x, axis=-1, keepdims=True) for x in (leaf, right))
-  actions = jnp.sum(tree_lib.action_starts(tree), axis=-1, dtype=jnp.float32)
-  length = _at_leaf(walks.sum_above(actions, tree.parents), tree)
+  length = _at_leaf(
+      tree_lib.actions_through(tree).astype(jnp.float32), tree)
   is_long = length > masked.mean(length, right, axis=-1, keepdims=True)
   eligible = _at_leaf(leaf.astype(jnp.float32), tree) > 0
   mostly = 2 * num_right - num_leaves

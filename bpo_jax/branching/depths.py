@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from bpo_jax import checks
 from bpo_jax import tree as tree_lib
 from bpo_jax import types
-from bpo_jax import walks
 
 
 @chex.dataclass(frozen=True, mappable_dataclass=False)
@@ -57,5 +56,4 @@ def actions_before(tree: tree_lib.Tree) -> types.Array:
 
 def actions_above(tree: tree_lib.Tree) -> types.Array:
   """Returns the actions of a path before each node, [B, N] int32."""
-  own = jnp.sum(tree_lib.action_starts(tree), axis=-1, dtype=jnp.int32)
-  return walks.sum_above(own, tree.parents) - own
+  return tree_lib.actions_through(tree) - tree_lib.num_actions(tree)
