@@ -196,7 +196,7 @@ def compare(ours: Ours, theirs: Transformers | None, batch: int, num_new: int,
     spent.append(run_ours(ours, num_new, prompts))
     if theirs is not None:
       spent[-1] += theirs.loop(num_new, prompts)
-      if number < 2:  # Slower, in every run so far.
+      if number < 2:  # It is slow; its better call of two stands for it.
         generated.append(theirs.generate(num_new, prompts))
   seconds = np.array(spent)
   figures = {'tokens_per_second': float(
