@@ -324,6 +324,7 @@ PARTS = {
         functools.partial(compare_outputs, 'data:4,model:2'),
         functools.partial(compare_outputs_fn, 'data:4'),
         functools.partial(compare_updates, 'plain', 'trees', 'data:4,model:2'),
+        functools.partial(compare_updates, 'lora', 'trees', 'data:4,model:2'),
         functools.partial(compare_rollouts, 'data:2,model:2', 16)),
     'slow': (
         functools.partial(compare_outputs, 'data:8'),
@@ -332,8 +333,6 @@ PARTS = {
             compare_updates, 'plain', 'paths', 'data:8'),
         functools.partial(
             compare_updates, 'biased', 'trees', 'data:4,model:2'),
-        functools.partial(
-            compare_updates, 'lora', 'trees', 'data:4,model:2'),
         compare_attention, compare_copies),
     'runs': (compare_runs,)}
 
