@@ -88,7 +88,8 @@ def pack(
     of as many trees as go in, the largest first; a tree longer than a row is
     cut to subtrees that repeat the path above the cut and no more. Each action
     token is in `action_mask` of the first row that holds it and of no other;
-    `path_mask` has all action tokens that stand in a row.
+    `path_mask` has all action tokens that stand in a row. Without a table of
+    blocks attention is dense; `micro_batches` makes it.
 
   Raises:
     ValueError: if a path is longer than `row_length`, if one begins with an
