@@ -9,6 +9,7 @@ import numpy as np
 from bpo_jax import layouts
 from bpo_jax import packing
 from bpo_jax import sharding
+from bpo_jax.models import lora
 from bpo_jax.models import transformer
 
 _MARK = 'RESOURCE_EXHAUSTED'
@@ -80,31 +81,43 @@ def explained_rows(
   return explained(work, remedies)
 
 
+def explained_parameters(
+    remedy: str = _SMALLER) -> contextlib.AbstractContextManager[None]:
+  """Says what to change where the parameters do not go in.
+
+  Args:
+    remedy: what to change.
+  """
+  return explained(lambda: 'the parameters and their copies', lambda: [remedy])
+
+
 def explained_step(params: dict) -> contextlib.AbstractContextManager[None]:
   """Says what to change where memory lacks for the optimiser's step.
 
   Args:
     params: what is trained.
   """
+  adapters = [] if lora.has_adapters(params) else [
+      'adapters, such as lora_rank=16, in place of all weights']
   return explained(
       lambda: ('gradient, moments and step of'
                f' {transformer.num_parameters(params)} trained parameters'),
-      lambda: ['adapters, such as lora_rank=16, in place of all weights',
-               _SMALLER])
+      lambda: [*adapters, _SMALLER])
 
 
 def explained_episodes(
-    num_rows: Callable[[], int], num_tasks: int
+    num_rows: Callable[[], int], num_tasks: int, multiple: int = 1
 ) -> contextlib.AbstractContextManager[None]:
   """Says what to change where memory lacks while episodes are played.
 
   Args:
     num_rows: tells how many episodes run at once, each with a cache.
     num_tasks: trees, whose caches are kept until they are whole.
+    multiple: of the devices that the episodes are parted over.
   """
 
   def remedies():
-    half = num_rows() // 2
+    half = num_rows() // 2 // multiple * multiple
     fewer_rows = [f'max_rows={half}'] if half else []
     fewer_trees = [f'fewer trees than {num_tasks} at a time, whose caches are'
                    ' kept for their forks'] if num_tasks > 1 else []

@@ -219,7 +219,7 @@ class Grower:
       )
     growth = _Growth(self, params, tasks, rng_key, greedy)
     with contextlib.closing(growth), memory.explained_episodes(
-        lambda: growth.num_rows, len(tasks)):
+        lambda: growth.num_rows, len(tasks), self.row_multiple):
       growth.lay_backbones(num_backbones, is_last=not branch)
       tree, unspent = growth.tree(), 0
       for stage, policy in enumerate(branch, start=1):
@@ -273,8 +273,9 @@ class _Growth:
   def lay_backbones(self, num_backbones: int, is_last: bool) -> None:
     """Reads each prompt once and runs the first trajectories from it."""
     num_tasks, environment = len(self._tasks), self._grower.environment
-    self._prepared = _prepare(
-        self._grower.model_config, self._grower.mesh, self._params)
+    with memory.explained_parameters():
+      self._prepared = _prepare(
+          self._grower.model_config, self._grower.mesh, self._params)
     first, prompts = environment.reset(self._tasks, [0] * num_tasks)
     self._handles.extend(first.handles.tolist())
     # A prompt's cache row is that of leaf -1 - tree: of no episode.

@@ -3,7 +3,6 @@
 import collections
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_agents as tiny
@@ -437,17 +436,20 @@ def test_an_end_by_the_branch_policy_leaves_no_state(corridor, error):
 
 
 @pytest.mark.filterwarnings('ignore:Explicitly requested dtype')
-@pytest.mark.parametrize('part', ['act', '_prepare'])
+@pytest.mark.parametrize('part, multiple, advice', [
+    ('act', 1, 'episodes at once.*max_rows=8; fewer trees'),
+    # Rows that a mesh parts three ways cannot be halved.
+    ('act', 3, 'episodes at once.*max_rows=6; fewer trees'),
+    ('act', 16, 'episodes at once.*: fewer trees'),
+    ('_prepare', 1, r'the parameters and their copies\..*: a smaller network')])
 def test_want_of_memory_says_what_to_change_and_leaves_no_state(
-    corridor, monkeypatch, part):
+    corridor, monkeypatch, part, multiple, advice):
   grower, params = corridor
-
-  def greedy(*args):
-    much = jnp.broadcast_to(jnp.float32(len(args)), (1 << 44,))
-    return jax.jit(jnp.sort)(much)
-
-  monkeypatch.setattr(grower if part == 'act' else rollout, part, greedy)
-  with pytest.raises(MemoryError, match='episodes at once.*max_rows='):
+  monkeypatch.setattr(grower, 'num_rows', lambda count: 16)
+  monkeypatch.setattr(grower, 'row_multiple', multiple)
+  monkeypatch.setattr(
+      grower if part == 'act' else rollout, part, tiny.exhaust)
+  with pytest.raises(MemoryError, match=advice):
     grower.grow(params, ['train/1', 'train/2'], jax.random.key(0))
   assert held(grower) == (0, 0)
 
