@@ -19,6 +19,7 @@ from absl import flags
 import jax
 
 from bpo_jax import checkpoint
+from bpo_jax import memory
 from bpo_jax import metrics
 from experiments import assembly
 from experiments import config_flags
@@ -26,6 +27,8 @@ from experiments import configs
 from experiments import scoring
 from experiments import warm_start
 
+# For want of memory, where there is neither a mesh nor a choice of network.
+ON_HOST = "JAX_PLATFORMS=cpu in the environment, for the host's memory"
 
 _EVALUATION = 2**31 - 2
 
@@ -45,6 +48,7 @@ def run_config(config: configs.RunConfig) -> configs.TrainConfig:
   return config_flags.from_dict(configs.TrainConfig, values)
 
 
+@memory.explained_parameters(ON_HOST)
 def load_policy(
     config: configs.RunConfig,
     training: configs.TrainConfig,
@@ -54,6 +58,7 @@ def load_policy(
 
   Raises:
     FileNotFoundError: if there is no such checkpoint.
+    MemoryError: if the device has too little; it says what to change.
     ValueError: if it is corrupted, or of another model size.
   """
   workdir = pathlib.Path(config.workdir)

@@ -12,6 +12,7 @@ import pathlib
 
 from absl import flags
 
+from bpo_jax import memory
 from bpo_jax.models import directories
 from bpo_jax.models import hugging_face
 from bpo_jax.models import lora
@@ -21,11 +22,13 @@ from experiments import configs
 from experiments import evaluate
 
 
+@memory.explained_parameters(evaluate.ON_HOST)
 def export(config: configs.ExportConfig) -> int:
   """Writes the directory; returns the update whose parameters it has.
 
   Raises:
     FileNotFoundError: if the workdir holds no run, or no such checkpoint.
+    MemoryError: if the device has too little; it says what to change.
     ValueError: if the run is of no language model, a checkpoint is corrupted,
       or the directory is taken.
   """

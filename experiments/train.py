@@ -31,6 +31,7 @@ import numpy as np
 from bpo_jax import algorithms
 from bpo_jax import checkpoint
 from bpo_jax import learner
+from bpo_jax import memory
 from bpo_jax import metrics
 from bpo_jax import packing
 from bpo_jax import returns
@@ -89,10 +90,12 @@ class Run:
   state: learner.TrainState
 
 
+@memory.explained_parameters()
 def set_up(config: configs.TrainConfig) -> Run:
   """Returns the run that the config describes, restored if it is to go on.
 
   Raises:
+    MemoryError: if the device has too little; it says what to change.
     ValueError: if the data, a split or the workdir is not what it should be.
     OSError: if the workdir cannot be written to.
   """
@@ -113,6 +116,8 @@ def set_up(config: configs.TrainConfig) -> Run:
   is_new = checkpoint.latest_step(workdir / 'checkpoints') is None
   params = assembly.init_params(config, alone)
   origin = assembly.origin_of(alone, params)
+  if not is_new:  # Before a warm start is made, for want of the run's own.
+    assembly.check_origin(workdir, alone, origin)
   if config.resume:
     warm_start.check_kept(workdir, alone, origin)
   if is_new:

@@ -241,20 +241,27 @@ def test_the_binary_exports(arguments, done, tmp_path, capsys):
   assert error.startswith('error: --out: ') and error.count('\n') == 1
 
 
-def test_want_of_memory_is_one_line(model, monkeypatch, tmp_path, capsys):
-  def lack(*args):
-    raise MemoryError('out of memory on the device: too much')
-
-  config = config_of(model, tmp_path)
-  monkeypatch.setattr(warm_start, 'load', lack)
-  assert tiny_runs.call(
-      train, configs.TrainConfig, *tiny_runs.arguments(config)) == 2
-  told = 'error: out of memory on the device: too much\n'
-  assert capsys.readouterr().err.endswith(told)
-  monkeypatch.setattr(export, 'export', lack)
-  assert tiny_runs.call(
-      export, configs.ExportConfig, '--workdir=x', '--out=y') == 2
-  assert capsys.readouterr().err == told
+@pytest.mark.filterwarnings('ignore:Explicitly requested dtype')
+@pytest.mark.parametrize('owner, part', [
+    (assembly, 'init_params'), (checkpoint, 'restore'), (lora, 'merge')])
+def test_want_of_memory_is_one_line(
+    owner, part, done, monkeypatch, tmp_path, capsys):
+  ready, _ = done
+  binaries = {
+      train: (configs.TrainConfig, '--resume', *tiny_runs.arguments(
+          ready.config), 'a smaller network'),
+      evaluate: (configs.EvaluateConfig, f'--workdir={ready.workdir}',
+                 'JAX_PLATFORMS=cpu'),
+      export: (configs.ExportConfig, f'--workdir={ready.workdir}',
+               f'--out={tmp_path / "out"}', 'JAX_PLATFORMS=cpu')}
+  monkeypatch.setattr(owner, part, tiny_agents.exhaust)
+  for binary in [export] if owner is lora else binaries:
+    config_class, *arguments, advice = binaries[binary]
+    assert tiny_runs.call(binary, config_class, *arguments) == 2
+    *_, told = capsys.readouterr().err.splitlines()
+    assert told.startswith(
+        'error: out of memory on the device: the parameters and their copies.')
+    assert advice in told, told
 
 
 def test_what_is_exported_says_what_the_run_says(done, model, tmp_path):
@@ -398,6 +405,17 @@ def test_a_warm_start_of_another_model_is_not_taken_up(
   wanted, _ = lora.split(learn(None, start, None, None))
   jax.tree.map(
       np.testing.assert_array_equal, lora.split(ready.reference)[0], wanted)
+
+
+def test_another_model_is_refused_before_it_gets_a_warm_start(
+    model, monkeypatch, tmp_path):
+  monkeypatch.setattr(warm_start, 'train', learn)
+  config = saved_run(model, tmp_path, warm_start_updates=1)
+  monkeypatch.setattr(warm_start, 'train', die)  # Is not called again.
+  shutil.rmtree(tmp_path / 'run' / warm_start.FOLDER)
+  other = write_model(tmp_path / 'other', seed=1)
+  with pytest.raises(ValueError, match='another base model'):
+    set_up(config, model=str(other))
 
 
 def test_a_warm_start_of_the_same_model_is_taken_up(
