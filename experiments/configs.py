@@ -426,10 +426,13 @@ class ExportConfig(RunConfig):
   )
 
 
-# What a resumed run may set anew: how long it is and how it is watched.
+# What a resumed run may set anew: how long it is, how it is watched, where
+# things lie, and what memory is spent on. The last of these parts the same work
+# otherwise, so that trees and gradients differ by no more than rounding, which
+# may draw another token now and then.
 MAY_CHANGE = (
     'updates', 'budget_steps', 'budget_tokens', 'workdir', 'resume', 'data',
-    'model', 'mesh', 'remat',
+    'model', 'mesh', 'remat', 'max_tokens', 'row_length', 'max_rows',
     'save_every', 'cache_dir', 'tensorboard', 'eval_every', 'eval_tasks',
     'eval_passes', 'eval_split',
 )

@@ -356,13 +356,15 @@ def fingerprint(
     origin: Mapping[str, str],
 ) -> str:
   """Returns a name for all that a warm start depends on."""
-  # Where a model lies is no matter: its origin says which it is. Nor is what
-  # its backward pass computes again.
+  # Where a model and games lie is no matter, but which they are: its origin and
+  # their ids say that. Nor is what memory is spent on.
   names = [field.name for field in dataclasses.fields(configs.AgentConfig)
-           if field.name not in ('model', 'remat')]
+           if field.name not in ('model', 'data', 'remat', 'max_rows')]
   names += [n for n in dir(config) if n.startswith('warm_start_')]
   facts = {name: getattr(config, name) for name in (*names, 'seed')}
   facts |= origin
+  if config.data is not None:
+    facts['games'] = list(agent.environment.tasks('train').ids)
   facts['vocabulary'] = agent.tokenizer.fingerprint()
   facts['version'] = version.__version__, _VERSION
   text = json.dumps(facts, sort_keys=True)

@@ -65,6 +65,25 @@ def _check_resumption(folder, updates, save_every, **overrides):
   assert tiny_runs.bits(whole.state.params) != tiny_runs.bits(whole.reference)
 
 
+def test_a_run_goes_on_with_less_memory(tmp_path):
+  overrides = dict(updates=2, save_every=1)
+  killed = _start(tmp_path, **overrides)
+  tiny_runs.finish(killed, stop=2)
+  first = tiny_runs.metrics(killed.workdir)[1]
+  resumed = _start(
+      tmp_path, resume=True, max_tokens=64, row_length=64, max_rows=2,
+      **overrides)
+  assert int(resumed.state.update) == 1
+  tiny_runs.finish(resumed)
+  second = tiny_runs.metrics(resumed.workdir)[1]
+  for name in ('rows/sampled_share', 'rows/computed_tokens'):
+    assert first[name] != second[name], name
+  # It is the same work, parted otherwise.
+  for name in ('tokens', 'tree/nodes', 'gradient/norm', 'parameters/norm'):
+    np.testing.assert_allclose(
+        float(second[name]), float(first[name]), rtol=1e-4, err_msg=name)
+
+
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
   _check_resumption(tmp_path, updates=2, save_every=1, algorithm='rloo')
 

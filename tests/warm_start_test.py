@@ -221,10 +221,23 @@ def test_the_fingerprint_tells_what_a_warm_start_depends_on(agent):
       ('warm_start_noise', 0.2), ('max_turns', 41)):
     other = config(**{field: value})
     assert warm_start.fingerprint(other, agent, {}) != name
-  for field, value in (('algorithm', 'grpo'), ('updates', 9), ('workdir', 'x')):
+  for field, value in (
+      ('algorithm', 'grpo'), ('updates', 9), ('workdir', 'x'), ('max_rows', 2),
+      ('max_tokens', 64), ('row_length', 64), ('remat', 'none')):
     other = config(**{field: value})
     assert warm_start.fingerprint(other, agent, {}) == name
   assert warm_start.fingerprint(config(), agent, {'base': 'other'}) != name
+
+
+def test_the_fingerprint_tells_games_and_not_where_they_are(tmp_path):
+  def name_of(folder, num_games):
+    tiny_runs.write_games(tmp_path / folder, train=num_games)
+    chosen = config(env='alfworld', data=str(tmp_path / folder))
+    made = assembly.make_agent(chosen)
+    made.close()
+    return warm_start.fingerprint(chosen, made, {})
+
+  assert name_of('there', 2) == name_of('moved', 2) != name_of('more', 3)
 
 
 # What is kept.
