@@ -104,14 +104,14 @@ def variance_ratio(within: Sequence[float], remaining: Sequence[float],
   error = own[0] / (n - 1)
   noise = (own[0] + error) * (i[0] - i[1])
   for j in range(1, len(f)):
-    rho = by_level[min(j, len(by_level) - 1)]
-    shrunk = (1 - rho) ** 2 * (error + f[j - 1] - f[j])
+    rho_j = by_level[min(j, len(by_level) - 1)]
+    shrunk = (1 - rho_j) ** 2 * (error + f[j - 1] - f[j])
     others = (own[j] + (k - 2) * f[j]) / (k - 1) ** 2
-    fork = o[j] * (f[j] + rho ** 2 * others) + shrunk
-    backbone = o[j] * (own[j] + rho ** 2 * f[j] / (k - 1)) + shrunk
+    fork = o[j] * (f[j] + rho_j ** 2 * others) + shrunk
+    backbone = o[j] * (own[j] + rho_j ** 2 * f[j] / (k - 1)) + shrunk
     noise += (backbone * (i[j] - i[j + 1])
               + (k - 1) * fork * i[j]) / k ** (2 * j)
-    error = rho ** 2 * f[j] / (k - 1) + shrunk
+    error = rho_j ** 2 * f[j] / (k - 1) + shrunk
   cost = n * (1 + (k - 1) * sum(remaining))
   return noise / n * (cost - 1)
 

@@ -79,7 +79,7 @@ def _range_fault(value: Any, metadata: typing.Mapping[str, Any]) -> str:
   if value is None:
     return ''
   if metadata.get('not_blank') and not value.strip():
-    return f'expected text, or no such flag, got {value!r}.'
+    return f'expected some text, got {value!r}.'
   if isinstance(value, float) and not math.isfinite(value):
     return f'expected a finite number, got {value}.'
   low, high = metadata.get('min'), metadata.get('max')

@@ -29,7 +29,9 @@ _BOOLEANS = {
     'true': True, 't': True, '1': True, 'yes': True,
     'false': False, 'f': False, '0': False, 'no': False,
 }
-_USAGE_ERROR = 2  # Exit status, as shells have it.
+# Exit statuses, as shells have them.
+_USAGE_ERROR = 2
+INTERRUPTED = 130
 
 # The flags belong to the binary that calls `define`: its --help lists them.
 flags.disclaim_key_flags()
@@ -72,8 +74,8 @@ def read(
 def run(main: Callable[[Sequence[str]], Any]) -> None:
   """Parses the command line and calls `main`; a wrong flag is one clear line.
 
-  Never returns: it exits with 0, with 2 after a wrong flag, or with the status
-  that `main` returns.
+  Never returns: it exits with 0, with 2 after a wrong flag, with 130 after
+  Ctrl-C, or with the status that `main` returns.
   """
   app.run(lambda argv: _run_main(main, argv), flags_parser=parse)
 
@@ -261,6 +263,9 @@ def _run_main(main: Callable[[Sequence[str]], Any], argv: Sequence[str]) -> Any:
     return main(argv)
   except flags.Error as error:
     return _exit(str(error))
+  except KeyboardInterrupt:
+    print('\nStopped before it was done.', file=sys.stderr)
+    return INTERRUPTED
 
 
 def _unknown_flag(name: str, names: Sequence[str]) -> str:

@@ -28,7 +28,8 @@ from experiments import scoring
 from experiments import warm_start
 
 # For want of memory, where there is neither a mesh nor a choice of network.
-ON_HOST = "JAX_PLATFORMS=cpu in the environment, for the host's memory"
+MORE_MEMORY = ('a machine with more memory, or JAX_PLATFORMS=cpu in the'
+               " environment for the host's")
 
 _EVALUATION = 2**31 - 2
 
@@ -48,7 +49,7 @@ def run_config(config: configs.RunConfig) -> configs.TrainConfig:
   return config_flags.from_dict(configs.TrainConfig, values)
 
 
-@memory.explained_parameters(ON_HOST)
+@memory.explained_parameters(MORE_MEMORY)
 def load_policy(
     config: configs.RunConfig,
     training: configs.TrainConfig,

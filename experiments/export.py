@@ -22,7 +22,7 @@ from experiments import configs
 from experiments import evaluate
 
 
-@memory.explained_parameters(evaluate.ON_HOST)
+@memory.explained_parameters(evaluate.MORE_MEMORY)
 def export(config: configs.ExportConfig) -> int:
   """Writes the directory; returns the update whose parameters it has.
 

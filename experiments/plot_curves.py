@@ -30,7 +30,8 @@ class PlotConfig:
   """What to draw."""
 
   workdirs: tuple[str, ...] = field(help='Folders of finished runs.')
-  out: str | None = field(None, 'PNG file; None for the table alone.')
+  out: str | None = field(
+      None, 'PNG file; None for the table alone.', not_blank=True)
   window: int = field(10, 'Updates that a point of a curve is the mean of.',
                       min=1)
 

@@ -55,7 +55,6 @@ _THRESHOLD_DECAY = 0.9  # Of the running quantile of entropies, per update.
 # Keys are folded in: tasks from 0 up, stages of branching from here down.
 _PLAN = 2**31 - 2
 _EVALUATION = 2**31 - 1
-_INTERRUPTED = 130  # Exit status, as shells have it.
 _TASKS_LOOKED_AT = 8  # For how long their episodes may be.
 
 
@@ -581,7 +580,7 @@ def main(argv: Sequence[str]) -> None:
     sys.exit(f'error: {error}')
   except KeyboardInterrupt:
     print(f'\nStopped: {how_to_go_on(run)}.', file=sys.stderr)
-    sys.exit(_INTERRUPTED)
+    sys.exit(config_flags.INTERRUPTED)
   finally:
     run.agent.close()
 

@@ -56,7 +56,7 @@ class TheoryConfig:
       (), 'Names of the methods to sample; all of them when empty.')
   out: str | None = field(
       None, 'Folder for measurements.csv, schedules.csv, claims.csv and '
-      'theory.png.')
+      'theory.png.', not_blank=True)
 
   def __post_init__(self):
     check(self)

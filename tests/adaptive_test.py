@@ -295,14 +295,15 @@ def test_a_run_that_starts_with_nothing_ends_with_the_right_call(
   assert error @ error * len(estimates) / noise < 3  # About 1 without any bias.
 
 
-@pytest.mark.parametrize('late, early, failed', [
-    (112.0, 90.0, []), (140.0, 90.0, ['late']), (112.0, 99.0, ['early'])])
-def test_a_wrong_call_is_a_claim_that_fails(late, early, failed):
+@pytest.mark.parametrize('late, early, error, failed', [
+    (112.0, 90.0, 5.0, []), (140.0, 90.0, 5.0, ['late']),
+    (112.0, 99.0, 5.0, ['early']), (112.0, 90.0, 40.0, ['late', 'early'])])
+def test_a_wrong_call_is_a_claim_that_fails(late, early, error, failed):
   rows = [theory_methods.Measurement(
       task=task, method='bpo_adaptive', bias=0.0, bias_low=0.0, bias_high=0.0,
       score=0.0, cosine=1.0, cosine_low=1.0, signal=1.0, noise=1.0,
-      steps=190.0, cost=cost) for task, cost in (('late', late),
-                                                 ('early', early))]
+      steps=190.0, cost=cost, cost_error=error)
+      for task, cost in (('late', late), ('early', early))]
   claims = theory_claims.adaptive_claims(rows)
   assert [c.claim.split()[-1] for c in claims if not c.holds] == failed
 

@@ -169,7 +169,7 @@ def test_text_that_must_say_something():
   for blank in ('', ' '):
     with pytest.raises(SystemExit):
       _parse(f'--name={blank}', config_class=Named)
-    with pytest.raises(ValueError, match='Named.name: expected text, or no'):
+    with pytest.raises(ValueError, match='Named.name: expected some text'):
       Named(blank)
 
 
@@ -210,6 +210,8 @@ _BINARY = textwrap.dedent('''
 
     def main(_):
       print(config_flags.read(Config))
+      if config_flags.read(Config).updates == 14:
+        raise KeyboardInterrupt
 
     config_flags.define(Config)
     if __name__ == '__main__':
@@ -233,6 +235,8 @@ def test_as_a_binary(tmp_path):
   assert status == 2 and error.count('\n') == 1 and 'learning_rate' in error
   status, _, error = run('--updates=13')
   assert (status, error) == (2, 'error: 13 updates with this rate diverge.\n')
+  status, _, error = run('--updates=14')
+  assert (status, error) == (130, '\nStopped before it was done.\n')
   _, text, _ = run('--help')
   assert 'learning_rate' in text and 'Step size. (at least 0.0)' in text
 

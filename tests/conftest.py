@@ -12,8 +12,9 @@ import time
 import pytest
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
-_CACHE = pathlib.Path(os.environ.get(
-    'XDG_CACHE_HOME', pathlib.Path.home() / '.cache')) / 'bpo_jax' / 'tests'
+_CACHE = pathlib.Path(
+    os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache',
+    'bpo_jax', 'tests')
 _DAYS = 7  # That programs are kept.
 
 

@@ -89,7 +89,8 @@ def test_costs_are_held_against_the_exact_ones(monkeypatch):
   # 'decided' looks like 'early' to the stand-in.
   assert _failures(theory_claims.cost_claims(rows)) == [
       'branching pays on decided']
-  rows[0] = dataclasses.replace(rows[0], cost=110.0)
+  rows = [dataclasses.replace(rows[0], cost=110.0),
+          dataclasses.replace(rows[1], cost=143.8)]
   assert _failures(theory_claims.cost_claims(rows)) == [
       'bpo_rb wins on late', 'branching pays on decided',
       'root leave-one-out 8 has its exact noise on late']
@@ -146,21 +147,39 @@ def test_schedules_are_held_to_gaps_weights_and_costs():
   assert len(list(theory_claims.schedule_claims(_schedules('exact')))) == 3
 
 
-@pytest.mark.parametrize('method, fields, failure', [
-    ('bpo oracle_value_gap split', dict(gap=0.29), 'the oracle forks'),
-    ('bpo random split', dict(gap=0.305), 'and the highest entropy'),
+@pytest.mark.parametrize('method, fields, failures', [
+    ('bpo oracle_value_gap split', dict(gap=0.29), ['the oracle forks']),
+    ('bpo random split', dict(gap=0.305), ['and the highest entropy']),
     ('bpo lowest_entropy split', dict(cost=225.0),
-     'the highest entropy is cheaper'),
-    ('bpo oracle_value_gap split', dict(cost=206.0), 'the oracle gains'),
-    ('bpo random split', dict(cost=185.0), 'schedules cost more'),
-    ('bpo_rb rho=0.4', dict(cost=210.0), 'schedules cost more'),
-    ('bpo top_m uniform', dict(bias_low=0.1), 'uniform weights are off'),
+     ['the highest entropy is cheaper']),
+    ('bpo oracle_value_gap split', dict(cost=184.0),
+     ['the oracle gains', 'schedules cost more']),
+    ('bpo random split', dict(cost=185.0), ['schedules cost more']),
+    ('bpo_rb rho=0.4', dict(cost=210.0), ['schedules cost more']),
+    ('bpo top_m uniform', dict(bias_low=0.1), ['uniform weights are off']),
 ])
 def test_a_schedule_that_is_otherwise_is_a_claim_that_fails(
-    method, fields, failure):
+    method, fields, failures):
   rows = _changed(_schedules(), method, **fields)
-  only, = _failures(theory_claims.schedule_claims(rows))
-  assert only.startswith(failure)
+  got = _failures(theory_claims.schedule_claims(rows))
+  assert len(got) == len(failures)
+  assert all(text.startswith(start) for text, start in zip(got, failures))
+
+
+@pytest.mark.parametrize('fields', [
+    dict(cost_error=0.0), dict(cost_error=70.0), dict(task='decided')])
+def test_nothing_is_claimed_of_what_too_few_trees_tell(monkeypatch, fields):
+  monkeypatch.setattr(theory_claims, 'best_designs', lambda task: (
+      theory_claims.Design(1.0, ''), theory_claims.Design(1.0, '')))
+  rows = _schedules() + [
+      _row(method=name) for name in ('bpo_rb rho=1.0', 'bpo_adaptive')]
+  wide = [dataclasses.replace(row, cosine_low=0.9, **fields) for row in rows]
+  said = ' '.join(claim.claim for claim in theory_claims.claims(wide))
+  assert 'oracle gains' not in said and 'cost more' not in said
+  assert 'rho = 0.4 is cheaper' not in said and 'bpo_rb wins' not in said
+  assert 'bpo_adaptive gains' not in said and 'turns' not in said
+  told = ' '.join(claim.claim for claim in theory_claims.claims(rows))
+  assert 'oracle gains' in told and 'rho = 0.4 is cheaper' in told
 
 
 def test_weights_that_nowhere_matter_are_a_claim_that_fails():

@@ -78,7 +78,7 @@ def adaptive(tree: tree_lib.Tree, *, design: depths.Design | None = None,
   Returns:
     BranchPlan [B, M + 1], branch points in node and token order, the fresh
     rollouts last; `unspent` in whole rollouts, rounded down, of a tree that is
-    forked.
+    forked or that nothing can be planned for.
 
   Raises:
     ValueError: if a size is out of range, an array of another shape, or there
@@ -117,7 +117,9 @@ def adaptive(tree: tree_lib.Tree, *, design: depths.Design | None = None,
   plan = _plan(tree, masked.fill(forks, taken), num_branch_points,
                jnp.where(is_forked, 0, missing))
   unspent = jnp.floor(left + _ROUNDING).astype(jnp.int32)
-  return plan.replace(unspent=masked.fill(unspent, may_fork))
+  # Of rollouts yet to come it is not known what they will leave.
+  is_idle = ~is_forked & ~jnp.any(plan.count > 0, axis=-1)
+  return plan.replace(unspent=masked.fill(unspent, may_fork | is_idle))
 
 
 class _Trajectories(NamedTuple):

@@ -59,7 +59,8 @@ class ProfileConfig(configs.TrainConfig):
   )
   quick: bool = field(
       False, 'Time 3 updates after 3 others, without a warm start.')
-  out: str | None = field(None, 'JSON file for the figures.')
+  out: str | None = field(
+      None, 'JSON file for the figures.', not_blank=True)
 
 
 def measure(config: ProfileConfig) -> dict[str, float]:
