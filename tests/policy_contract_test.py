@@ -317,7 +317,9 @@ def test_a_tree_of_one_node_gets_an_empty_plan(name):
   tree = tree_lib.stack([builder], num_trees=3, num_nodes=28, num_tokens=8)
   plan = _run(name, tree, _given(_CASES[name], tree, 0))
   assert _all_slots(plan) == [[], [], []]
-  assert (plan.unspent > 0).all()
+  # `adaptive` leaves nothing of trees that are padding.
+  told = plan.unspent[:1] if name == 'adaptive' else plan.unspent
+  assert (told > 0).all()
 
 
 def test_a_budget_of_nothing_gives_an_empty_plan(name):

@@ -489,7 +489,7 @@ def test_a_small_policy_is_not_exported(tmp_path):
 
 @pytest.mark.parametrize('overrides, message', [
     ({'lora_targets': 'querry'}, '--lora_targets: .*did you mean query'),
-    ({'model': ' '}, 'model: expected text'),
+    ({'model': ' '}, 'model: expected some text'),
     ({'chat_date': 'foo'}, "--chat_date: .* got 'foo'"),
     ({'observation_length': 4}, 'raise --observation_length'),
     ({'mesh': 'data:1,model:1', 'lora_rank': -1}, 'lora_rank'),
