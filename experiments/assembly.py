@@ -230,25 +230,20 @@ def _whole(
 
 def restore(
     workdir: pathlib.Path,
-    agent: Agent,
     target: learner.TrainState,
-    origin: Mapping[str, str],
     step: int | None = None,
 ) -> checkpoint.Restored:
-  """Returns a run's checkpoint, checked to be of the agent.
+  """Returns a run's checkpoint, which `check_origin` has let pass.
 
   Args:
     workdir: of the run.
-    agent: of the run.
     target: a state like it.
-    origin: as by `origin_of`.
     step: of which update; None for the last one.
 
   Raises:
     FileNotFoundError: if there is none.
-    ValueError: if it is corrupted, of another model size, or as `check_origin`.
+    ValueError: if it is corrupted, or of another model size.
   """
-  check_origin(workdir, agent, origin, step)
   found = checkpoint.restore(workdir / 'checkpoints', saved(target), step)
   return dataclasses.replace(found, state=_whole(found.state, target))
 
@@ -273,9 +268,17 @@ def check_origin(
     origin: Mapping[str, str],
     step: int | None = None,
 ) -> None:
-  """Raises ValueError if a run's checkpoint did not begin as the agent does.
+  """Refuses a run's checkpoint that did not begin as the agent does.
 
-  See `restore`.
+  Args:
+    workdir: of the run.
+    agent: that is to go on with it.
+    origin: as by `origin_of`.
+    step: of which update; None for the last one.
+
+  Raises:
+    FileNotFoundError: if there is none.
+    ValueError: if it began otherwise.
   """
   extra = checkpoint.find(workdir / 'checkpoints', step).extra
   check_kept(workdir, extra, agent, origin)

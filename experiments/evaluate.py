@@ -70,12 +70,12 @@ def load_policy(
         ' training began with')
   params = assembly.init_params(training, agent)
   origin = assembly.origin_of(agent, params)
+  if has_update:
+    assembly.check_origin(workdir, agent, origin, config.step)
   if config.warm_start:
-    if has_update:
-      assembly.check_origin(workdir, agent, origin)
     return 0, warm_start.restore(training, agent, workdir, params, origin)
   target = assembly.init_state(training, agent, params)
-  found = assembly.restore(workdir, agent, target, origin, config.step)
+  found = assembly.restore(workdir, target, config.step)
   return found.step, found.state.params
 
 

@@ -252,9 +252,7 @@ def _refuse_unknown(algorithm, parts, given):
            for name in options.of(part)}
   for name in given:
     if name not in known:
-      holders = ', '.join(
-          holder for holders in table_options()[name].holders.values()
-          for holder in holders)
+      holders = ', '.join(sum(table_options()[name].holders.values(), []))
       raise ValueError(
           f'--{name} is no option of {algorithm.name} but of {holders}; leave'
           ' it out')

@@ -1,8 +1,9 @@
 """What the theory claims of measured methods, and whether a run bears it out.
 
 A claim is a sentence of docs/theory.md. It is held to exact numbers, or to
-measured ones by their intervals or a margin that noise does not reach; where
-too few trees were sampled to tell, none is made.
+measured ones by their intervals or a margin that noise does not reach, of as
+many trees as are sampled by default. None is made of costs whose intervals are
+wide, nor of cosines; fewer trees than that may fail others.
 """
 
 from collections.abc import Iterator, Sequence

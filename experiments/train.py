@@ -127,7 +127,7 @@ def set_up(config: configs.TrainConfig) -> Run:
   del params  # Memory may not hold them beside those of the mesh.
   state = sharding.place(mesh, assembly.init_state(config, agent, reference))
   if not is_new:
-    state = assembly.restore(workdir, agent, state, origin).state
+    state = assembly.restore(workdir, state).state
     logging.info('Going on after update %d.', int(state.update))
     check_config(config, workdir)  # Not before: the run may refuse it.
   return Run(

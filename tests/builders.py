@@ -46,7 +46,7 @@ def random_trajectories(seed: int) -> tree_lib.TreeBuilder:
   rng = np.random.default_rng(seed)
   builder = tree_lib.TreeBuilder()
   root = builder.add(types.NO_PARENT, [1, 2])
-  for _ in range(rng.integers(2, 6)):
+  for _ in range(rng.integers(1, 6)):
     node = root
     for _ in range(rng.integers(1, 6)):
       mask = rng.random(4) < 0.6

@@ -5,14 +5,16 @@ A benchmark adopts the flags, so that its --helpshort lists them:
   flags.adopt_module_key_flags(report)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import json
 import os
 import sys
+import time
 from typing import Any, NoReturn
 
 from absl import app
 from absl import flags
+import jax
 
 from bpo_jax import metrics
 
@@ -22,6 +24,13 @@ OUT = flags.DEFINE_string(
 QUICK = flags.DEFINE_bool(
     'quick', False, 'Measure less; what is left out is said above.',
     allow_override=True)
+
+
+def seconds(call: Callable[[], Any]) -> float:
+  """Returns how long a call takes until its result is there."""
+  start = time.perf_counter()
+  jax.block_until_ready(call())
+  return time.perf_counter() - start
 
 
 def begin(argv: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ With adapters the gradient of the frozen kernels is not asked for, nor counted.
 `--quick` has 6 of the 30 layers, paths of 256 tokens at most and two updates.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import time
 
@@ -50,15 +50,8 @@ def matmul_peak(size: int = 2048, calls: int = 5) -> float:
   x = jnp.ones((size, size), jnp.float32)
   product = jax.jit(jnp.matmul)
   product(x, x).block_until_ready()
-  least = min(_seconds(lambda: product(x, x)) for _ in range(calls))
+  least = min(report.seconds(lambda: product(x, x)) for _ in range(calls))
   return 2 * size**3 / least
-
-
-def _seconds(call: Callable) -> float:
-  """Returns how long a call takes until its result is there."""
-  start = time.perf_counter()
-  jax.block_until_ready(call())
-  return time.perf_counter() - start
 
 
 def measure(config: transformer.TransformerConfig, tree: trees.Tree,

@@ -28,7 +28,7 @@ most three calls of each side.
 from collections.abc import Callable, Sequence
 import dataclasses
 import gc
-import time
+import operator
 from typing import Any
 
 from absl import app
@@ -145,18 +145,11 @@ def make_side(
   return Side(batches, gradient, memory / 2**20)
 
 
-def _seconds(call: Callable) -> float:
-  """Returns how long a call takes that waits for its own result."""
-  start = time.perf_counter()
-  call()
-  return time.perf_counter() - start
-
-
 def _fastest(sides: Sequence[Side], rounds: int) -> Side:
   """Returns the side whose best call is fastest, of those that fit."""
   fitting = [x for x in sides if x.megabytes < _MOST_MEGABYTES] or [
       min(sides, key=lambda side: side.megabytes)]
-  calls = np.array([[_seconds(side.gradient) for side in fitting]
+  calls = np.array([[report.seconds(side.gradient) for side in fitting]
                     for _ in range(rounds)])
   return fitting[np.argmin(calls.min(axis=0))]
 
@@ -175,7 +168,7 @@ def measure(case: workloads.Case, rounds: int) -> dict[str, float]:
   paths = _fastest(make('paths', True) + make('paths', False), rounds)
   left, right = packed.gradient(), paths.gradient()
   apart = optax.global_norm(jax.tree.map(np.subtract, left, right))
-  pairs = [(_seconds(packed.gradient), _seconds(paths.gradient))
+  pairs = [[report.seconds(side.gradient) for side in (packed, paths)]
            for _ in range(rounds)]
   sharing = packing.sharing_ratio(tree)
   ratio = float(np.median([theirs / ours for ours, theirs in pairs]))
@@ -240,14 +233,14 @@ def draw(figures: dict[str, float], cases: Sequence[workloads.Case], path: str
   left.set(xlabel='tokens of all paths / tokens of the tree',
            ylabel='faster than path by path')
   left.legend(title='network, tokens of a path')
-  for axes, along, fixed, label in zip(
-      others, ('depth', 'length'), (dict(length=1024), dict(depth=2)),
-      ('turns of a path, of 1,024 tokens', 'tokens of a path, of two turns')):
-    like = workloads.Case('small', 2.3)._replace(**fixed)
-    some = sorted(
-        (c for c in cases if like == c._replace(
-            num_trees=like.num_trees, **{along: getattr(like, along)})),
-        key=lambda case, along=along: getattr(case, along))
+  small = [c for c in cases if (c.size, c.sharing) == ('small', 2.3)]
+  panels = (
+      ('depth', [c for c in small if c.length == 1024],
+       'turns of a path, of 1,024 tokens'),
+      ('length', [c for c in small if c.depth == 2],
+       'tokens of a path, of two turns'))
+  for axes, (along, some, label) in zip(others, panels):
+    some.sort(key=operator.attrgetter(along))
     axes.plot([getattr(c, along) for c in some],
               [of(c, 'share_of_sharing') for c in some], marker='o')
     axes.axhline(MIN_SHARE, color='0.6')
